@@ -1,0 +1,125 @@
+"""specplug: a small decoding runtime into which draft algorithms plug.
+
+Importing this package does not import torch; the names that need it load on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from specplug.combine import combined_plan
+from specplug.errors import DrafterFailedError, RefusedError, UserError
+from specplug.hookspecs import hookimpl
+from specplug.names import fold
+from specplug.sampling import SamplingParams
+from specplug.spec import (
+    API,
+    AlgorithmSpec,
+    Capabilities,
+    Checkpoint,
+    Claim,
+    Defaults,
+    DraftPlan,
+    Facts,
+    KVLayers,
+    Limits,
+    Observer,
+    Parallel,
+    Problem,
+    Refusal,
+    RunInfo,
+    Setting,
+    SpecConfig,
+    StepStats,
+    TapRequest,
+)
+
+if TYPE_CHECKING:
+    from specplug.drafter import (
+        Arena,
+        DraftContext,
+        Drafter,
+        GraphRecorder,
+        HostRow,
+        HostView,
+        KVView,
+        RequestView,
+        SamplingView,
+        StepView,
+        TargetView,
+    )
+    from specplug.proposal import HostProposal, Proposal
+    from specplug.runtime.engine import Engine
+    from specplug.runtime.request import Delta, Result
+
+_HEAVY = {
+    **dict.fromkeys(
+        (
+            "Arena",
+            "DraftContext",
+            "Drafter",
+            "GraphRecorder",
+            "HostRow",
+            "HostView",
+            "KVView",
+            "RequestView",
+            "SamplingView",
+            "StepView",
+            "TargetView",
+        ),
+        "specplug.drafter",
+    ),
+    **dict.fromkeys(("HostProposal", "Proposal"), "specplug.proposal"),
+    "Engine": "specplug.runtime.engine",
+    **dict.fromkeys(("Delta", "Result"), "specplug.runtime.request"),
+}
+
+__all__ = [
+    "API",
+    "AlgorithmSpec",
+    "Arena",
+    "Capabilities",
+    "Checkpoint",
+    "Claim",
+    "Defaults",
+    "Delta",
+    "DraftContext",
+    "DraftPlan",
+    "Drafter",
+    "DrafterFailedError",
+    "Engine",
+    "Facts",
+    "GraphRecorder",
+    "HostProposal",
+    "HostRow",
+    "HostView",
+    "KVLayers",
+    "KVView",
+    "Limits",
+    "Observer",
+    "Parallel",
+    "Problem",
+    "Proposal",
+    "Refusal",
+    "RefusedError",
+    "RequestView",
+    "Result",
+    "RunInfo",
+    "SamplingParams",
+    "SamplingView",
+    "Setting",
+    "SpecConfig",
+    "StepStats",
+    "StepView",
+    "TapRequest",
+    "TargetView",
+    "UserError",
+    "combined_plan",
+    "fold",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HEAVY:
+        return getattr(importlib.import_module(_HEAVY[name]), name)
+    raise AttributeError(f"module 'specplug' has no attribute {name!r}")

@@ -1,0 +1,108 @@
+"""``specplug doctor``: would this run start, and why (not). The same path as every command that runs a model."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specplug.cli.flags import speculative_command
+from specplug.errors import RefusedError, UserError
+from specplug.names import fold
+from specplug.options import EngineOptions
+from specplug.planning import NONE, Run, plan_run
+from specplug.resolve import resolve
+from specplug.settings import flag
+from specplug.spec import Facts
+
+if TYPE_CHECKING:
+    from specplug.registry import Registry
+
+
+def diagnose(
+    registry: "Registry", word: str, model: str | None, options: EngineOptions, given: dict[str, object]
+) -> dict[str, Any]:
+    """Return what `doctor` found as plain JSON data; ``usable`` is the verdict, ``trace`` how it was reached.
+
+    Without `model` only the name is checked, on empty facts.
+    """
+    report: dict[str, Any] = {"word": word, "model": model, "usable": False, "trace": [], "warnings": []}
+    try:
+        if model is None:
+            resolution = resolve(registry, word, Facts.empty())
+            report["trace"] = list(resolution.trace)
+            report["algorithm"] = resolution.algorithm
+            if given:
+                fields = ", ".join(flag(field) for field in given)
+                raise RefusedError(f"{fields} cannot be checked without MODEL: give the folder or hub id of a model")
+        else:
+            from specplug.facts import build_facts  # reads checkpoints, and may import torch
+
+            report |= _settled(plan_run(registry, word, given, build_facts(model, options)))
+        report["usable"] = True
+    except UserError as error:
+        report["error"] = str(error)
+        if isinstance(error, RefusedError) and error.trace:
+            report["trace"] = list(error.trace)
+    return report
+
+
+def _settled(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "algorithm": run.algorithm,
+        "trace": list(run.trace),
+        "warnings": [problem.message for problem in run.warnings],
+        "settings": [setting.model_dump(mode="json") for setting in run.settings],
+        "features": sorted(run.facts.features),
+    }
+    if run.installed is not None and run.plan is not None:
+        found["distribution"], found["version"] = run.installed.distribution, run.installed.version
+        found["plan"] = run.plan.model_dump(mode="json")
+    return found
+
+
+def register(app: typer.Typer, registry: "Registry") -> None:
+    """Add the command to `app`."""
+
+    @speculative_command(app, registry, "doctor")
+    def doctor(
+        algorithm: str,
+        options: EngineOptions,
+        given: dict[str, object],
+        name: Annotated[str | None, typer.Argument(metavar="NAME", help="stands for --speculative-algorithm")] = None,
+        model: str | None = None,
+        as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    ) -> None:
+        """Check whether a run would start, and why.
+
+        Takes the options of the commands that run a model. Without MODEL only NAME is checked.
+        Exit code 0: usable, 2: refused.
+        """
+        if name is None and algorithm == NONE and model is None:
+            raise UserError("NAME is missing: give an algorithm, or --model-path to check a model alone")
+        word = _word(name, algorithm)
+        known = registry.warnings  # said before; a hook that fails on the way adds to them
+        report = diagnose(registry, word, model, options, given)
+        new = [warning for warning in registry.warnings if warning not in known] + report["warnings"]
+        if as_json:
+            report["warnings"] = [*known, *new]
+            typer.echo(json.dumps(report, indent=2, default=str))
+            raise typer.Exit(0 if report["usable"] else 2)
+        for line in report["trace"]:
+            typer.echo(line)
+        for warning in new:
+            typer.echo(f"warning: {warning}", err=True)
+        if not report["usable"]:
+            raise UserError(report["error"])
+        scope = f"with {model}" if model is not None else "by name; give MODEL to check the run itself"
+        typer.echo(f"usable: {report['algorithm']} {scope}")
+
+
+def _word(name: str | None, algorithm: str) -> str:
+    """Settle NAME against ``--speculative-algorithm``."""
+    if name is None:
+        return algorithm
+    if not name.strip():
+        raise UserError(f"NAME '' is empty: give {NONE} or the name of an installed algorithm")
+    if algorithm != NONE and fold(name) != fold(algorithm):
+        raise UserError(f"NAME {name} and {flag('algorithm')} {algorithm} differ: give one of them")
+    return name
