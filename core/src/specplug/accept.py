@@ -1,0 +1,142 @@
+"""Acceptance: which drafts become output, and the token that follows them. One rule for chains, trees and blocks.
+
+`coupled`: the target's token at a node is ``argmax(log p + g)`` with noise keyed by token index, and the
+walk follows the child equal to it. The output is a function of p and the noise alone, so no drafter can
+change it. `rejection`: Leviathan et al. 2023 (arXiv 2211.17192), extended to siblings by retrying on the
+residual (SpecInfer, arXiv 2305.09781); exact in distribution for drafts whose q is honest. Greedy rows are
+greedy under either. p is the distribution after all of the request's options at that position, the drafts
+above it counted as output (`specplug.runtime.processors`). `specplug.reference` is the oracle of this file.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specplug import tree
+from specplug.noise import Stream, gumbel, uniform
+from specplug.runtime.processors import ProcessorError, Processors
+from specplug.runtime.sampler import processed_logits
+from specplug.sampling import SamplingParams
+
+Rule = Literal["coupled", "rejection"]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRow:
+    """One request's row whose logits are to be decided. Set by the engine from the proposal it verified."""
+
+    start: int
+    """Row of `logits` that belongs to the root (or to a prompt's last token); node i's is ``start + 1 + i``."""
+    root_index: int
+    """Token index of the root in the sequence."""
+    sampling: SamplingParams
+    seed: int
+    choice: int
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    q: Tensor | None = None
+    """[n, V] float32 if the nodes were sampled and recorded; None: each was certain (or the rule needs no q)."""
+    processors: Processors | None = None
+    """What changes the row's logits before temperature; None: nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome for one row: accepted nodes from the root downwards, and the token that follows the last."""
+
+    path: tuple[int, ...]
+    token: int
+    error: str = ""
+    """Why no token could be chosen below `path`; `token` is then 0 and is no output."""
+
+
+_Values = Callable[[int, Sequence[int]], Tensor]
+"""(node, tokens of the path down to it) -> the logits [V] before temperature of what follows; node -1 is the root."""
+
+
+def accept(rule: Rule, logits: Tensor, rows: Sequence[VerifyRow], mask: Tensor | None = None) -> list[Verdict]:
+    """Decide every row. `logits` is float32 [M, V]; `mask`, bool [M, V], forbids what is False at each node.
+
+    A row whose processors fail gets a verdict with an error; the others are decided all the same.
+    """
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    # One pass decides the common case: greedy rows that change no logits.
+    plain = any(row.sampling.greedy and row.processors is None for row in rows)
+    best = _argmax(logits) if plain else []
+    return [_decide(rule, row, _values(row, logits, mask), best) for row in rows]
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    """Return the largest entry of each row, of equal ones the lowest id."""
+    # On a CPU numpy's argmax is vectorised along the row and torch's is not (8 x 49k: 0.03 against 0.3 ms).
+    rows = logits.numpy().argmax(1) if logits.is_cpu else logits.argmax(1)
+    return rows.tolist()
+
+
+def _values(row: VerifyRow, logits: Tensor, mask: Tensor | None) -> _Values:
+    def at(node: int, path: Sequence[int]) -> Tensor:
+        index = row.start + node + 1
+        if row.processors is None:
+            return logits[index]
+        return row.processors.apply(logits[index], path, None if mask is None else mask[index])
+
+    return at
+
+
+def _decide(rule: Rule, row: VerifyRow, values: _Values, best: Sequence[int]) -> Verdict:
+    """Walk down from the root, from child to accepted child, until a token is chosen that is no child."""
+    below = tree.children(row.parents)
+    node, nodes, path = -1, list[int](), list[int]()
+    while True:
+        try:
+            if row.sampling.greedy:
+                at = row.start + node + 1
+                token = best[at] if row.processors is None else int(values(node, path).argmax())
+                child = _child(row, below[node + 1], token)
+            elif rule == "coupled":
+                token = _coupled(row, values(node, path), len(path))
+                child = _child(row, below[node + 1], token)
+            else:
+                token, child = _rejection(row, values(node, path), len(path), below[node + 1])
+        except ProcessorError as failure:
+            return Verdict(tuple(nodes), 0, str(failure))
+        if child is None:
+            return Verdict(tuple(nodes), token)
+        node = child
+        nodes.append(node)
+        path.append(token)
+
+
+def _child(row: VerifyRow, below: Sequence[int], token: int) -> int | None:
+    return next((child for child in below if row.tokens[child] == token), None)
+
+
+def _coupled(row: VerifyRow, logits: Tensor, depth: int) -> int:
+    noise = gumbel(row.seed, row.choice, row.root_index + depth + 1, "target", len(logits))
+    return int((processed_logits(logits, row.sampling) + noise).argmax())
+
+
+def _rejection(row: VerifyRow, logits: Tensor, depth: int, below: Sequence[int]) -> tuple[int, int | None]:
+    """Try each child with min(1, p/q); on a refusal go on with the normalised positive part of p - q.
+
+    Returns the token and the child that it is, None if it was drawn from what remained.
+    """
+    index = row.root_index + depth + 1
+    p = torch.softmax(processed_logits(logits, row.sampling), 0)
+    for rank, child in enumerate(below):
+        token = row.tokens[child]
+        q = torch.zeros_like(p).index_fill_(0, torch.tensor(token), 1.0) if row.q is None else row.q[child]
+        coin = float(uniform(row.seed, row.choice, index, "coin", 1, rank)[0])
+        remaining = (p - q).clamp_min_(0.0)
+        mass = float(remaining.sum())
+        # Without mass left p equals q up to rounding: a refusal has probability 0.
+        if coin * float(q[token]) < float(p[token]) or mass <= 0.0:
+            return token, child
+        p = remaining / mass
+    stream: Stream = "residual" if below else "target"
+    noise = gumbel(row.seed, row.choice, index, stream, len(p))
+    return int((p.log() + noise).argmax()), None

@@ -1,0 +1,91 @@
+"""Paged KV: pages are handed out by length, and rolling back is lowering a number.
+
+One page table serves every layer, a drafter's too. A request's token at index i lies in row
+``table[slot, i // page_size] * page_size + i % page_size`` of each layer's pool. What lies at or above
+a request's committed length is scratch: a rejected draft needs no clean-up, the next write covers it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specplug.models.base import KVGeometry
+
+
+class PagePool:
+    """Free pages, and which of them each slot holds."""
+
+    def __init__(self, slots: int, pages: int, page_size: int, max_tokens: int) -> None:
+        """`max_tokens`: most rows a request can hold, scratch above its last token included."""
+        self.page_size = page_size
+        self.pages = pages
+        self.table = np.full((slots, -(-max_tokens // page_size)), pages, dtype=np.int64)
+        """[S, pages of a longest request] page ids; what is not held points at the trash page, number `pages`."""
+        self.held = [0] * slots
+        """Pages of each slot."""
+        self._free = list(range(pages - 1, -1, -1))  # popped from the end: low ids first, so rows stay close
+
+    @property
+    def trash_row(self) -> int:
+        """A pool row that nobody reads: where writes to nowhere go."""
+        return self.pages * self.page_size
+
+    @property
+    def rows_with_trash(self) -> int:
+        """Pool rows to allocate."""
+        return (self.pages + 1) * self.page_size
+
+    @property
+    def free(self) -> int:
+        """Pages nobody holds; equals `pages` at idle."""
+        return len(self._free)
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """Make room for `tokens` tokens in `slot`; returns False, and changes nothing, when pages are short."""
+        wanted = -(-tokens // self.page_size)
+        missing = wanted - self.held[slot]
+        if missing > len(self._free) or wanted > self.table.shape[1]:
+            return False
+        for at in range(self.held[slot], wanted):
+            self.table[slot, at] = self._free.pop()
+        self.held[slot] = max(self.held[slot], wanted)
+        return True
+
+    def release(self, slot: int) -> None:
+        """Give back every page of `slot`."""
+        self._free.extend(reversed(self.table[slot, : self.held[slot]].tolist()))
+        self.table[slot] = self.pages
+        self.held[slot] = 0
+
+    def rows(self, slot: int, start: int, stop: int) -> np.ndarray:
+        """Return the pool rows of the tokens `start` to `stop` of `slot`, int64."""
+        index = np.arange(start, stop)
+        pages: np.ndarray = self.table[slot, index // self.page_size]
+        return pages * self.page_size + index % self.page_size
+
+
+class KVPool:
+    """The K and V tensors of every layer, [rows, kv_heads, dim] each."""
+
+    def __init__(self, layers: Sequence[KVGeometry], rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self.k = [torch.zeros(rows, layer.kv_heads, layer.k_dim, dtype=dtype, device=device) for layer in layers]
+        self.v = [torch.zeros(rows, layer.kv_heads, layer.v_dim, dtype=dtype, device=device) for layer in layers]
+
+    @staticmethod
+    def bytes_per_token(layers: Sequence[KVGeometry], dtype: torch.dtype) -> int:
+        """Bytes one token takes in all layers together."""
+        return sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in layers) * dtype.itemsize
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy rows `source` to rows `target` in every layer: the accepted path of a tree, made contiguous."""
+        read, write = torch.from_numpy(source), torch.from_numpy(target)
+        for pool in (*self.k, *self.v):
+            pool.index_copy_(0, write, pool.index_select(0, read))
+
+
+def tokens_that_fit(layers: Sequence[KVGeometry], dtype: torch.dtype, budget: int) -> int:
+    """Return how many tokens' KV fits into `budget` bytes; a model without KV is bounded by nothing here."""
+    each = KVPool.bytes_per_token(layers, dtype)
+    return budget // each if each else 2**31

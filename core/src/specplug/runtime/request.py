@@ -1,0 +1,128 @@
+"""A request from submission to its last token, and what callers see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from specplug.errors import UserError
+from specplug.runtime.ledger import Ledger
+from specplug.runtime.logprobs import TokenLogprob
+from specplug.runtime.processors import Processors
+from specplug.runtime.stop import Finish, Output
+from specplug.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What will be verified for one request: a parents-first list of nodes. Set by the drafting stage."""
+
+    tokens: list[int]
+    parents: list[int]
+    q: Tensor | None  # [n, V] if the nodes were drawn and the rule needs to know from what
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Progress is two lengths: `tokens` it has, `kv_len` of them in the KV for good.
+
+    What lies between is still to be forwarded: more than one token is a prompt chunk (or a preempted
+    request coming back), exactly one is the root of a decode or verify.
+    """
+
+    id: str  # engine, at submission; the same for all choices
+    tokens: list[int]  # prompt, then output: engine at submission, commit
+    prompt_len: int  # engine
+    sampling: SamplingParams  # caller; defaults filled by the engine
+    seed: int  # caller, or drawn from the OS at submission
+    max_drafted: int | None  # caller: most drafts per step; 0 is speculation off, None the plan's
+    output: Output  # engine; commit appends
+    processors: Processors | None = None  # engine: what changes its logits; None if nothing does; commit counts
+    choice: int = 0  # engine: index among the request's n choices
+    slot: int = -1  # scheduler: -1 while waiting
+    kv_len: int = 0  # commit; preemption sets 0
+    handed: int = 0  # drafting stage: tokens a host drafter has seen; admission sets 0
+    draft: Draft | None = None  # drafting stage: to verify in the next forward
+    depths: list[int] = field(default_factory=list)  # commit: per output token its draft depth, 0 = sampled
+    ledger: Ledger = field(default_factory=Ledger)  # commit
+    error: str = ""  # engine: why it ended with "error"
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is not final."""
+        return len(self.tokens) - self.kv_len
+
+    @property
+    def started(self) -> bool:
+        """A forward has held a row of it."""
+        return self.ledger.prefill_forwards > 0
+
+    def settled_ledger(self) -> Ledger:
+        """Return the ledger with acceptance derived from the output that was kept."""
+        self.ledger.settle(self.depths[: len(self.output.ids)])
+        return self.ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became final of one request (one choice of it) in one step."""
+
+    request: str
+    choice: int
+    """Index among the request's `n` answers."""
+    ids: list[int]
+    text: str
+    finish_reason: Finish | None
+    logprobs: list[TokenLogprob] | None = None
+    """One entry per id, if asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request, or one choice of it."""
+
+    ids: list[int]
+    text: str
+    finish_reason: Finish
+    logprobs: Sequence[TokenLogprob] | None
+    """One entry per id, if asked for."""
+    ledger: dict[str, Any]
+    """Counts and figures of the acceptance ledger, with `seed` and `speculation` ("on", "off", "failed: ...")."""
+    seed: int
+    error: str = ""
+    """Why it ended with "error"."""
+    choice: int = 0
+    """Index among the request's `n` answers."""
+
+
+def answer_ends(sampling: SamplingParams, eos: Collection[int]) -> frozenset[int]:
+    """Return the token ids that end an answer: the request's own, and the model's `eos` unless it ignores them."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos))
+
+
+def check_sampling(
+    sampling: SamplingParams, *, vocab: int, ends: Collection[int], room: int, has_tokenizer: bool
+) -> None:
+    """Raise UserError for an option that this model cannot honour.
+
+    `ends`: what `answer_ends` returns; `room`: tokens that the context leaves for the answer.
+    """
+    for option, tokens in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        for token in tokens:
+            if token >= vocab:
+                raise UserError(f"{option} names token {token}: this model's ids are 0..{vocab - 1}")
+    if sampling.min_tokens > room:
+        raise UserError(
+            f"min_tokens {sampling.min_tokens} does not fit: the context leaves {room} tokens for the answer; "
+            "lower it, shorten the prompt, or raise --context-length"
+        )
+    if sampling.min_tokens and len({token for token in ends if token < vocab}) == vocab:
+        raise UserError(
+            f"min_tokens {sampling.min_tokens} cannot be kept: every token id ends the answer; "
+            "leave it out, or name fewer stop_token_ids"
+        )
+    if sampling.stop and not has_tokenizer:
+        raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids or max_tokens")

@@ -1,0 +1,53 @@
+"""Parents lists: the one form of a chain, a tree and a block.
+
+A proposal of n nodes is n tokens and n parents; ``parents[i]`` is the index of node i's parent, -1 for
+a child of the root, and a parent stands before its children. In a verify row the root comes first, so
+node i is the row's token ``i + 1``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    """Say whether every node's parent is the node before it."""
+    return all(parent == node - 1 for node, parent in enumerate(parents))
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Return each node's depth; children of the root have depth 1."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def children(parents: Sequence[int]) -> list[list[int]]:
+    """Return the children of the root (entry 0) and of each node i (entry i + 1), in order."""
+    found: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        found[parent + 1].append(node)
+    return found
+
+
+def ancestor_mask(parents: Sequence[int]) -> Tensor:
+    """Return bool [1 + n, 1 + n]: entry (i, j) says that row token i sees row token j (itself, or an ancestor)."""
+    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+    mask[:, 0] = True
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node + 1] |= mask[parent + 1]
+    return mask
+
+
+def valid_prefix(tokens: Sequence[int], parents: Sequence[int], vocab: int) -> int:
+    """Return how many leading nodes are well formed: token inside the vocabulary, parent before the node.
+
+    Every prefix of a parents-first list is a tree, so cutting there is always safe.
+    """
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if not (0 <= token < vocab and -1 <= parent < node):
+            return node
+    return len(tokens)
