@@ -1,0 +1,123 @@
+"""Is the text the same in every column? And where it is not, how near a tie was the first difference?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from specplug.bench.measure import Answer, BatchRun, Sampling
+from specplug.noise import gumbel
+from specplug.runtime.engine import Engine
+from specplug.runtime.sampler import processed_logits
+from specplug.sampling import SamplingParams
+
+TIES = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+"""Distance of two logits (log p + noise for a sampled row) within which a first difference is a tie, by dtype.
+
+Widths of a forward change the shapes of its matrix products, and with them the last bits of a logit.
+"""
+
+
+@dataclass(slots=True)
+class TextCheck:
+    """One column's answers against the first column's."""
+
+    answers: int = 0
+    different: int = 0
+    gaps: list[float] = field(default_factory=list)
+    """Per different answer, how far apart the first column's values of the two tokens are where they part."""
+    tie: float = 0.0
+    """Largest gap that counts as a tie."""
+    skipped: str = ""
+    """Why texts are not compared; empty if they are."""
+
+    @property
+    def faults(self) -> int:
+        """Differences that are no ties."""
+        return sum(gap > self.tie for gap in self.gaps)
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.skipped:
+            return "not compared"
+        if not self.different:
+            return "identical"
+        what = "DIFFERENT" if self.faults else "ties"
+        return f"{what} {self.different}/{self.answers}, gap {max(self.gaps):.1e}"
+
+    def report(self) -> dict[str, Any]:
+        """Return it as JSON holds it; a gap without bound (an answer that merely ends early) is None."""
+        gaps = [gap if math.isfinite(gap) else None for gap in self.gaps]
+        return {
+            "verdict": self.verdict,
+            "answers": self.answers,
+            "different": self.different,
+            "faults": self.faults,
+            "gaps": gaps,
+            "tie": self.tie,
+            "skipped": self.skipped,
+        }
+
+
+def check_texts(
+    runs: Mapping[str, Sequence[BatchRun]], engine: Engine, sampling: Sampling, dtype: str, skipped: str = ""
+) -> dict[str, TextCheck]:
+    """Compare every answer of every column and repetition with the first column's first answer to the same item.
+
+    `engine` is the first column's, idle: it computes the logits where texts part. `skipped`: why there is
+    nothing to compare.
+    """
+    wanted: dict[tuple[int, int], Answer] = {}
+    for run in next(iter(runs.values())):
+        for answer in run.answers:
+            wanted.setdefault((answer.item.source.number, answer.item.turn), answer)
+    found = {}
+    for label, each in runs.items():
+        check = found[label] = TextCheck(tie=TIES[dtype], skipped=skipped)
+        known: dict[tuple[int, int, int, int | None], float] = {}
+        for answer in [] if skipped else [answer for run in each for answer in run.answers]:
+            check.answers += 1
+            key = answer.item.source.number, answer.item.turn
+            ours, theirs = wanted[key].ids, answer.ids
+            if ours == theirs:
+                continue
+            check.different += 1
+            at = first_difference(ours, theirs)
+            parting = *key, at, theirs[at] if at < len(theirs) else None
+            if parting not in known:  # repetitions part alike
+                known[parting] = _gap(engine, answer, ours, at, sampling)
+            check.gaps.append(known[parting])
+    return found
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return the first index at which the two differ; the shorter one's length if it begins the other."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+    )
+
+
+def _gap(engine: Engine, answer: Answer, ours: Sequence[int], at: int, sampling: Sampling) -> float:
+    if at >= min(len(ours), len(answer.ids)):
+        return math.inf  # the same tokens and another end: no rounding explains that
+    prefix = [*answer.item.ids, *ours[:at]]
+    kept: list[Tensor] = []
+
+    def keep(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        kept.append(logits.clone())
+        return logits
+
+    # min_tokens is not among the options of a comparison, so these are the logits that decided.
+    options = {**sampling, "max_tokens": 1, "seed": answer.item.seed}
+    request = engine.submit(prefix, options, max_drafted=0, logits_processor=keep)
+    while request.output.finish_reason is None:
+        engine.step()
+    values, params = kept[0], SamplingParams.model_validate(options)
+    if not params.greedy:
+        values = processed_logits(values, params) + gumbel(answer.item.seed, 0, len(prefix), "target", len(values))
+    return float(values.max() - values[[ours[at], answer.ids[at]]].min())

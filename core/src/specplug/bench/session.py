@@ -1,0 +1,277 @@
+"""One `specplug bench`: plan every column, load the target once, compare at every batch size, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from specplug.bench import table
+from specplug.bench.baseline import transformers_columns
+from specplug.bench.check import TextCheck, check_texts
+from specplug.bench.columns import ColumnSpec
+from specplug.bench.compare import compare
+from specplug.bench.figures import figures
+from specplug.bench.floor import Floor, floor_of
+from specplug.bench.host import QUIET_LOAD, describe, load_average
+from specplug.bench.measure import Column, EngineColumn
+from specplug.bench.plot import check_plot, draw
+from specplug.bench.workload import Source, random_sources, split
+from specplug.errors import RefusedError, UserError
+from specplug.facts import facts_of, read_checkpoint
+from specplug.models.store import local_model
+from specplug.models.target import Target, load_target
+from specplug.options import EngineOptions
+from specplug.planning import NONE, Run, plan_run
+from specplug.registry import Registry
+from specplug.runtime.build import validated
+from specplug.runtime.engine import Engine
+from specplug.sampling import SamplingParams
+from specplug.spec import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the command line asked for. Set by `specplug.cli.bench`."""
+
+    model: str
+    columns: Sequence[ColumnSpec]
+    options: EngineOptions
+    sources: Sequence[Source]
+    """Prompts of a file; empty for random input."""
+    random_input: int | None
+    """Tokens per random prompt."""
+    count: int
+    """How many random prompts."""
+    sizes: Sequence[int]
+    sampling: Mapping[str, Any]
+    seed: int
+    repeat: int
+    transformers: bool = False
+    json_path: str | None = None
+    """File for everything as JSON; ``-`` is standard output, and the tables go to standard error."""
+    plot_path: str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the report says of the prompts."""
+
+
+def run(job: Job, registry: Registry) -> int:
+    """Run it and return the exit code: 0, or 1 if a column's text differs by more than a tie."""
+    for option, path in (("--json", job.json_path), ("--plot", job.plot_path)):
+        if path is not None and path != "-":
+            _check_writable(option, path)
+    if job.plot_path is not None:
+        check_plot(job.plot_path)
+    sampling = validated(SamplingParams, job.sampling, "--")
+    checkpoint, runs = _plan(job, registry)
+    out = table.console(stderr=job.json_path == "-")
+    load = load_average()
+    out.print(f"load average {load:.2f} on {os.cpu_count()} cores", highlight=False)
+    if load > QUIET_LOAD:
+        _say(f"warning: load average {load:.2f} is above {QUIET_LOAD}: timings are not to be trusted")
+    used = {run.installed.distribution: run.installed.version for run in runs.values() if run.installed}
+    report: dict[str, Any] = {"host": describe(used), "notes": []}
+    dtype, device = next(iter(runs.values())).facts.dtype, next(iter(runs.values())).facts.device
+    target = load_target(
+        Path(checkpoint.path),
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        needs_tokenizer=job.random_input is None,
+        trust_remote_code=job.options.trust_remote_code,
+    )
+    sources = job.sources or _random(job, target)
+    floor = floor_of(target)
+    if isinstance(floor, str):
+        out.print(f"floor {floor}", highlight=False)
+    baselines, notes = transformers_columns(target, job.options, dtype) if job.transformers else ([], [])
+    report["model"] = {"name": job.model, "dtype": dtype, "device": device}
+    report["prompts"] = {**job.about, "count": len(sources), "seed": job.seed, "repeat": job.repeat, **job.sampling}
+    report["floor"] = floor.report() if isinstance(floor, Floor) else {"unknown": floor}
+    report["columns"] = {label: _described(run) for label, run in runs.items()}
+    report["batches"] = []
+    faults = 0
+    for size in job.sizes:
+        at_size = _Size(job, registry, target, sources, size, dtype, sampling.greedy)
+        found, texts = at_size.measure(baselines, notes, floor if isinstance(floor, Floor) else None)
+        table.show(out, size, found, texts)
+        for label, text in texts.items():
+            found[label]["text"] = text.report()
+            faults += text.faults
+        report["batches"].append({"size": size, "columns": found})
+    for line in dict.fromkeys(notes):
+        out.print(line, highlight=False, markup=False)
+    report["notes"] = list(dict.fromkeys(notes))
+    report["host"]["load_average_after"] = load_average()
+    if job.json_path is not None:
+        _write_json(job.json_path, report)
+    if job.plot_path is not None:
+        draw(job.plot_path, f"{job.model}, {dtype}", {each["size"]: each["columns"] for each in report["batches"]})
+    if faults:
+        _say(f"error: {faults} answers differ from those of {job.columns[0].label!r} by more than a tie (table: text)")
+    return 1 if faults else 0
+
+
+# --- before anything is loaded -------------------------------------------------------------------------------------
+
+
+def _check_writable(option: str, path: str) -> None:
+    place = Path(path)
+    if place.is_dir() or not place.parent.is_dir() or not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise UserError(f"{option} {path}: cannot be written there: give a file name in a folder that exists")
+
+
+def _plan(job: Job, registry: Registry) -> tuple[Checkpoint, dict[str, Run]]:
+    """Settle every column, or refuse: nothing is loaded for a comparison that cannot be completed."""
+    options = job.options
+    folder = local_model(job.model, options.revision, needs_tokenizer=job.random_input is None)
+    checkpoint = read_checkpoint(str(folder), options.revision, trust_remote_code=options.trust_remote_code)
+    facts = facts_of(checkpoint, _sized(options, max(job.sizes)))
+    runs = {}
+    for column in job.columns:
+        try:
+            runs[column.label] = plan_run(registry, column.algorithm, column.config, facts)
+        except RefusedError as error:
+            raise RefusedError(f"--algorithms {column.label}: {error}", error.trace) from None
+        if runs[column.label].algorithm != NONE:
+            for warning in runs[column.label].warnings:
+                _say(f"warning: {column.label}: {warning.message}")
+    draft = options.speculative_draft_model_path
+    if draft and not job.transformers and all(run.algorithm == NONE for run in runs.values()):
+        _say(f"warning: the draft model {draft} is not used by any column")
+    return checkpoint, runs
+
+
+def _sized(options: EngineOptions, size: int) -> EngineOptions:
+    """Return the options with as many slots as the batch has rows, unless the user chose."""
+    if "max_running_requests" not in options.model_fields_set:
+        return options.model_copy(update={"max_running_requests": size})
+    if options.max_running_requests < size:
+        raise UserError(
+            f"--max-running-requests {options.max_running_requests} is below --batch-sizes {size}: "
+            "raise it, or leave it out (it then is the batch size)"
+        )
+    return options
+
+
+def _random(job: Job, target: Target) -> list[Source]:
+    assert job.random_input is not None
+    return random_sources(job.count, job.random_input, target.model.vocab_size, job.seed, target.eos_ids)
+
+
+# --- one batch size ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """The comparison at one batch size."""
+
+    job: Job
+    registry: Registry
+    target: Target
+    sources: Sequence[Source]
+    size: int
+    dtype: str
+    greedy: bool
+
+    def measure(
+        self, baselines: Sequence[Column], notes: list[str], floor: Floor | None
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, TextCheck]]:
+        """Return every column's figures and text check."""
+        job, size = self.job, self.size
+        batches, left = split(self.sources, size)
+        if left:
+            notes.append(f"batch {size}: the last {left} prompts are left out, they fill no batch")
+        chosen = _sized(job.options, size)
+        options = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+        with ExitStack() as stack:
+            engines = {
+                column.label: stack.enter_context(
+                    Engine(
+                        self.target,
+                        algorithm=column.algorithm,
+                        config=column.config,
+                        registry=self.registry,
+                        **{**options, "max_running_requests": chosen.max_running_requests},
+                    )
+                )
+                for column in job.columns
+            }
+            columns: list[Column] = [EngineColumn(label, engine) for label, engine in engines.items()]
+            for baseline in baselines:
+                why = baseline.cannot(size)
+                if why:
+                    notes.append(f"batch {size}: {baseline.label} is left out: {why}")
+                else:
+                    columns.append(baseline)
+            turns = sum(max(source.rounds for source in batch) for batch in batches)
+            with _progress(f"batch {size}", turns * job.repeat * len(columns)) as advance:
+                runs = compare(
+                    columns,
+                    batches,
+                    repeat=job.repeat,
+                    sampling=job.sampling,
+                    seed=job.seed,
+                    note=notes.append,
+                    advance=advance,
+                )
+            lead = engines[job.columns[0].label]
+            texts = check_texts(runs, lead, job.sampling, self.dtype, self._not_comparable())
+            found = figures(runs, floor)
+            for label, engine in engines.items():
+                report = engine.report()
+                found[label] |= {name: report[name] for name in ("alarm", "preemptions", "drafter")}
+                found[label]["pages"] = engine.pages
+        return found, texts
+
+    def _not_comparable(self) -> str:
+        if self.greedy or self.job.options.acceptance == "coupled":
+            return ""
+        return f"under {self.job.options.acceptance} sampled text depends on the drafts"
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Any]:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
+
+
+def _described(run: Run) -> dict[str, Any]:
+    plan = run.plan
+    return {
+        "algorithm": run.algorithm,
+        "distribution": run.installed.distribution if run.installed else None,
+        "version": run.installed.version if run.installed else None,
+        "settings": {
+            setting.field: {"value": setting.value, "source": setting.source, "because": setting.because}
+            for setting in run.settings
+        },
+        "plan": plan.model_dump(mode="json", include={"nodes", "depth", "bytes_fixed", "bytes_per_slot"})
+        if plan
+        else None,
+    }
+
+
+def _write_json(path: str, report: Mapping[str, Any]) -> None:
+    text = json.dumps(report, indent=1, default=str, allow_nan=False)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
