@@ -22,6 +22,7 @@ from specplug.models.transformers import check_config
 from specplug.registry import Registry
 from specplug.spec import TapRequest
 from specplug.testing.registry import bench_registry
+from specplug.testing.stubs import on_path
 from specplug.testing.targets import DenseAttention
 from specplug.testing.tokenizer import SIZE, byte_tokenizer
 
@@ -268,9 +269,8 @@ def test_state_is_never_taken_back(case_of: Callable[[str], Case]) -> None:
 
 def test_a_drafter_is_refused_by_reason(case_of: Callable[[str], Case], registry: Registry) -> None:
     target = case_of("qwen3-next").target
-    for algorithm in ("scripted", "ngram"):
-        with pytest.raises(RefusedError, match=r"rollback \(taking back the KV .* recurrent state cannot\)"):
-            Engine(target, algorithm=algorithm, registry=registry)
+    with pytest.raises(RefusedError, match=r"rollback \(taking back the KV .* recurrent state cannot\)"):
+        Engine(target, algorithm="scripted", registry=registry)
     features = target_features(target.checkpoint.config)
     assert features == {"own_kv", "borrow:embed_tokens", "borrow:lm_head"}
     plain = {"architectures": ["NewForCausalLM"], "model_type": "new"}
@@ -278,7 +278,9 @@ def test_a_drafter_is_refused_by_reason(case_of: Callable[[str], Case], registry
     assert "rollback" not in target_features(plain, recurrent=True), "what the model's class says stands"
 
 
-def test_by_path_and_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_path_and_doctor(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
     family, extra = CASES["falcon-h1"]
     tiny(family, **extra | {"vocab_size": SIZE}).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
@@ -286,25 +288,30 @@ def test_by_path_and_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(UserError, match="--context-length 129: MODEL allows 2 to 128"):
         Engine(str(tmp_path), context_length=129)
     with pytest.raises(RefusedError, match="rollback"):
-        Engine(str(tmp_path), algorithm="ngram")
+        Engine(str(tmp_path), algorithm="scripted", registry=registry)
     with Engine(str(tmp_path)) as engine:
         assert isinstance(engine.target.model, RecurrentTarget)
         assert engine.generate(["hello"], {"temperature": 0, "max_tokens": 5})[0].ids
     assert cli.main(["doctor", "none", str(tmp_path)]) == 0
     capsys.readouterr()
-    assert cli.main(["doctor", "ngram", str(tmp_path)]) == 2
+    site = tmp_path_factory.mktemp("site")
+    bench_registry(site)  # writes the scripted drafters' distribution there
+    with on_path(site):
+        assert cli.main(["doctor", "scripted", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert "rollback (taking back" in " ".join((captured.out + captured.err).split())
 
 
-def test_the_class_is_asked_where_the_config_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_is_asked_where_the_config_does_not_tell(
+    tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     family, extra = CASES["falcon-h1"]
     tiny(family, **extra | {"vocab_size": SIZE}).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(recurrent, "has_recurrent_state", lambda config: False)
     monkeypatch.setattr("specplug.facts.has_recurrent_state", lambda config: False)
     with pytest.raises(RefusedError, match="rollback"):
-        Engine(str(tmp_path), algorithm="ngram")
+        Engine(str(tmp_path), algorithm="scripted", registry=registry)
     assert isinstance(load(tmp_path).model, RecurrentTarget)
 
 

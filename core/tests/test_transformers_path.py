@@ -180,7 +180,8 @@ def test_text_is_that_of_generate(name: str, case_of: Callable[[str], Case], reg
         )
         assert drafted == case.answers
         assert engine.ledger.accepted > 20
-    assert answers(case, algorithm="ngram", registry=registry)[0] == case.answers
+    if "ngram" in registry.algorithms:  # a package of its own, which the core is tested without, too
+        assert answers(case, algorithm="ngram", registry=registry)[0] == case.answers
 
 
 @pytest.mark.parametrize("name", CASES)
