@@ -52,6 +52,11 @@ class Verdict:
     error: str = ""
     """Why no token could be chosen below `path`; `token` is then 0 and is no output."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the accepted nodes are the leading ones, as in a chain, so that nothing has to be moved."""
+        return self.path == tuple(range(len(self.path)))
+
 
 _Values = Callable[[int, Sequence[int]], Tensor]
 """(node, tokens of the path down to it) -> the logits [V] before temperature of what follows; node -1 is the root."""

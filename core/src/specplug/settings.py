@@ -9,13 +9,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from specplug.distributions import POLICIES
-from specplug.errors import RefusedError
+from specplug.errors import RefusedError, UserError
 from specplug.spec import (
     Defaults,
     Facts,
@@ -32,6 +32,7 @@ RESERVED_PREFIXES = ("draft_model", "adaptive")
 """Names and beginnings of names that belong to the core's own ``--speculative-`` options."""
 
 Source = Literal["user", "policy", "checkpoint", "algorithm", "default"]
+Model = TypeVar("Model", bound=BaseModel)
 Kind = Literal["switch", "list", "mapping", "text"]
 
 
@@ -168,6 +169,17 @@ def explain(
             must = said if own or field not in allowed else f"must be {allowed[field]}"
             lines[field] = f"{name} {shown(item['input'])}{source}: {must}"
     return list(lines.values())
+
+
+def validated(model: type[Model], values: Mapping[str, Any], option: Callable[[str], str] = str) -> Model:
+    """Return `model` filled with text or typed `values`; raises `UserError` with one line per bad option.
+
+    `option` spells a field as its user knows it (`option_of` on the command line).
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError("\n".join(explain(error, model, option))) from None
 
 
 def _nearest(field: str, names: Iterable[str], option: Callable[[str], str] = flag) -> str:

@@ -32,9 +32,9 @@ from specplug.models.target import Target, load_target
 from specplug.options import EngineOptions
 from specplug.planning import NONE, Run, plan_run
 from specplug.registry import Registry
-from specplug.runtime.build import validated
 from specplug.runtime.engine import Engine
 from specplug.sampling import SamplingParams
+from specplug.settings import option_of, validated
 from specplug.spec import Checkpoint
 
 
@@ -70,7 +70,7 @@ def run(job: Job, registry: Registry) -> int:
             _check_writable(option, path)
     if job.plot_path is not None:
         check_plot(job.plot_path)
-    sampling = validated(SamplingParams, job.sampling, "--")
+    sampling = validated(SamplingParams, job.sampling, option_of)
     checkpoint, runs = _plan(job, registry)
     out = table.console(stderr=job.json_path == "-")
     load = load_average()

@@ -12,7 +12,7 @@ from specplug.errors import UserError
 from specplug.names import fold
 from specplug.options import EngineOptions
 from specplug.planning import NONE
-from specplug.settings import flag
+from specplug.settings import flag, option_of, validated
 
 if TYPE_CHECKING:
     from specplug.registry import Registry
@@ -85,10 +85,9 @@ def register(app: typer.Typer, registry: "Registry") -> None:
             sampling |= {"max_tokens": output_len or MAX_TOKENS, "ignore_eos": True}
 
         from specplug.bench.session import Job, run
-        from specplug.runtime.build import validated
         from specplug.sampling import SamplingParams
 
-        params = validated(SamplingParams, sampling, "--")
+        params = validated(SamplingParams, sampling, option_of)
         sampling = {name: getattr(params, name) for name in sampling}
         if params.max_tokens is not None and params.max_tokens < 2:
             raise UserError("--max-tokens 1: the first token needs no drafts, so nothing is compared: give at least 2")

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from specplug.registry import Registry
     from specplug.runtime.engine import Engine
 
-QUIET_LOAD = 0.5
-"""Load average above which timings are not to be trusted on two cores."""
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -49,9 +46,10 @@ def register(app: typer.Typer, registry: "Registry") -> None:
         from rich.console import Console
         from rich.table import Table
 
+        from specplug.bench.host import QUIET_LOAD, load_average
         from specplug.runtime.engine import Engine
 
-        load = os.getloadavg()[0]
+        load = load_average()
         print(f"load average {load:.2f} on {os.cpu_count()} cores")
         if load > QUIET_LOAD:
             print(f"warning: the machine is busy (above {QUIET_LOAD}): speeds will vary", file=sys.stderr)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand
 
@@ -22,7 +21,7 @@ from specplug.names import fold
 from specplug.options import EngineOptions
 from specplug.planning import NONE
 from specplug.resolve import resolve
-from specplug.settings import allowed_values, explain, flag, is_reserved, kind_of, option_of, plain
+from specplug.settings import allowed_values, flag, is_reserved, kind_of, option_of, plain, validated
 from specplug.spec import Facts
 
 if TYPE_CHECKING:
@@ -239,18 +238,11 @@ def _model(positional: str | None, option: str | None, optional: bool) -> str | 
     return model
 
 
-def engine_options(values: Mapping[str, object]) -> EngineOptions:
-    """Build `EngineOptions` from text or typed values; raises `UserError` with one line per bad option."""
-    try:
-        return EngineOptions.model_validate(dict(values))
-    except ValidationError as error:
-        raise UserError("\n".join(explain(error, EngineOptions, option_of))) from None
-
-
 def _engine_options(values: dict[str, Any]) -> EngineOptions:
     """Take the engine's options out of `values`."""
     taken = {field: values.pop(field) for field in EngineOptions.model_fields}
-    return engine_options({field: value for field, value in taken.items() if value is not None})
+    given = {field: value for field, value in taken.items() if value is not None}
+    return validated(EngineOptions, given, option_of)
 
 
 def _speculation(registry: "Registry", values: dict[str, Any]) -> tuple[str, dict[str, object]]:

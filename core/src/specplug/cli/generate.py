@@ -10,6 +10,7 @@ from specplug.cli.flags import speculative_command
 from specplug.cli.prompts import Conversation, read_prompts
 from specplug.errors import UserError
 from specplug.options import EngineOptions
+from specplug.settings import option_of, validated
 
 if TYPE_CHECKING:
     from specplug.registry import Registry
@@ -90,11 +91,10 @@ def register(app: typer.Typer, registry: "Registry") -> None:
             sampling["stop_token_ids"] = stop_token_ids.split(",")
         conversations = read_prompts(prompts, limit) if prompts else [_typed(text, chat) for text in prompt or ()]
 
-        from specplug.runtime.build import validated
         from specplug.runtime.engine import Engine
         from specplug.sampling import SamplingParams
 
-        params = validated(SamplingParams, sampling, "--")
+        params = validated(SamplingParams, sampling, option_of)
         if params.n > 1 and any(conversation.rounds > 1 for conversation in conversations):
             raise UserError(f"--n {params.n} answers a single turn, and a prompt here has several: leave it out")
         chosen = {name: getattr(options, name) for name in options.model_fields_set}

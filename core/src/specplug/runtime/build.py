@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
 
 from specplug.errors import UserError
 from specplug.facts import build_facts, facts_of
@@ -21,12 +20,9 @@ from specplug.runtime.draft_kv import scratch_rows
 from specplug.runtime.drafting import Drafting
 from specplug.runtime.kv import KVPool, PagePool, tokens_that_fit
 from specplug.runtime.observers import Observers
-from specplug.settings import explain
 
 KV_BUDGET = 2**30
 """Bytes the KV pool takes at most unless ``--max-total-tokens`` says otherwise."""
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +36,6 @@ class Built:
     drafting: Drafting | None
     observers: Observers
     max_tokens: int
-
-
-def validated(model: type[Model], values: Mapping[str, Any], prefix: str = "") -> Model:
-    """Return `model` filled with `values`; raises UserError with one line per bad option.
-
-    `prefix` is what its user writes before a field's name: ``"--"`` on the command line.
-    """
-
-    def option(field: str) -> str:
-        return prefix + field.replace("_", "-") if prefix else field
-
-    try:
-        return model(**values)
-    except ValidationError as error:
-        raise UserError("\n".join(explain(error, model, option))) from None
 
 
 def build(

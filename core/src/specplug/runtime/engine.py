@@ -17,7 +17,7 @@ from specplug.options import EngineOptions
 from specplug.planning import Run
 from specplug.registry import Registry
 from specplug.runtime.alarm import AcceptanceAlarm
-from specplug.runtime.build import Built, build, validated
+from specplug.runtime.build import Built, build
 from specplug.runtime.intake import as_params, make_requests, paired
 from specplug.runtime.ledger import Book, Ledger, pooled
 from specplug.runtime.processors import LogitsProcessor
@@ -26,6 +26,7 @@ from specplug.runtime.request import Delta, Request, Result
 from specplug.runtime.scheduler import Scheduler
 from specplug.runtime.step import StepRunner
 from specplug.sampling import SamplingParams
+from specplug.settings import option_of, validated
 from specplug.spec import Release, StepStats
 
 
@@ -55,7 +56,7 @@ class Engine:
 
         Raises UserError (RefusedError for a refused configuration) before any weight is loaded.
         """
-        settled = validated(EngineOptions, options, "--")
+        settled = validated(EngineOptions, options, option_of)
         self._built: Built = build(model, algorithm, dict(config or {}), settled, registry or Registry.discover())
         built = self._built
         self.run: Run = built.run

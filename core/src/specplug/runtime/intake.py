@@ -8,12 +8,12 @@ from typing import Any
 
 from specplug.errors import UserError
 from specplug.models.target import Target
-from specplug.runtime.build import validated
 from specplug.runtime.processors import LogitsProcessor, processors_for
 from specplug.runtime.prompts import Prompt
 from specplug.runtime.request import Request, answer_ends, check_sampling
 from specplug.runtime.stop import Output
 from specplug.sampling import SamplingParams
+from specplug.settings import validated
 
 
 def as_params(sampling: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -49,7 +49,6 @@ class StepRunner:
         self._drafting = drafting
         self._rule = rule
         self._max_tokens = max_tokens
-        self._device = torch.device("cpu")
         self._state: dict[int, Any] = {}  # what a model without paged KV keeps per slot
 
     def run(self, rows: Sequence[Row]) -> StepStats:
@@ -114,7 +113,7 @@ class StepRunner:
         """Bring the KV of accepted paths that are not leading nodes into sequence order."""
         source, target = [], []
         for row, verdict in zip(rows, verdicts, strict=True):
-            if verdict and verdict.path != tuple(range(len(verdict.path))):
+            if verdict and not verdict.in_order:
                 slots = self._pages.rows(row.request.slot, row.start + 1, row.start + row.q_len)
                 source.append(slots[list(verdict.path)])
                 target.append(slots[: len(verdict.path)])
@@ -161,7 +160,7 @@ class StepRunner:
             else:
                 known = row.request.tokens[int(kv_len[at]) :][: plan.lookahead]
                 following[at, : len(known)] = known
-            if path != tuple(range(len(path))):
+            if verdict and not verdict.in_order:
                 order = list(range(len(tokens))) if order is None else order
                 first = int(row_start[at]) + len(row.tokens)
                 rest = sorted(set(range(row.q_len - len(row.tokens))) - set(path))
