@@ -37,7 +37,7 @@ class InstantModel(TargetModel):
         """`most`: rows of the largest batch."""
         super().__init__()
         self.vocab_size, self.hidden_size, self.max_position = vocab, 1, 8192
-        self.kv_layers = (KVGeometry(kv_heads=1, k_dim=1, v_dim=1),)
+        self.kv_layers = (KVGeometry(kv_heads=1, k_dim=1, v_dim=1, q_heads=1),)
         self.config = {"model_type": "instant", "vocab_size": vocab}
         self._hidden = torch.zeros(1, 1)
         self._logits = torch.zeros(most, vocab)
@@ -47,9 +47,10 @@ class InstantModel(TargetModel):
         """Return zeros [T, 1]."""
         return self._hidden.expand(len(batch.tokens), 1), ()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the same logits [M, V] for every row."""
-        return self._logits[: len(hidden)]
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the same logits [M, V] for every row, in `out` where given."""
+        logits = self._logits[: len(hidden)]
+        return logits if out is None else out.copy_(logits)
 
 
 def measure(engine: Engine, size: int, prompt: int, steps: int, profile: cProfile.Profile | None) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from specplug import Engine, SamplingParams, reference
 from specplug.models.target import Target
 from specplug.registry import Registry
-from specplug.runtime import step
+from specplug.runtime import host
 from specplug.testing import pytest_plugin
 from specplug.testing.bench import PROMPTS
 from specplug.testing.oracle import check_greedy, chi_square_p, expected, sequence_probabilities
@@ -69,7 +69,7 @@ def test_a_target_with_attention_notices_missing_compaction(name: str, registry:
     wanted = [reference.decode(logits, prompt, GREEDY) for prompt in PROMPTS]
     with (
         scripted(target, registry, "random_tree") as engine,
-        patch.object(step.StepRunner, "_compact", lambda *_: None),
+        patch.object(host.HostExecutor, "_compact", lambda *_: None),
     ):
         assert [result.ids for result in engine.generate(PROMPTS, GREEDY)] != wanted
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from specplug import cli
-from specplug.bench import session
+from specplug.bench import measure, session, table
 from specplug.bench.baseline import TransformersColumn
 from specplug.bench.check import TextCheck, check_texts, first_difference
 from specplug.bench.columns import ColumnSpec, parse_columns
@@ -24,8 +25,11 @@ from specplug.cli.prompts import Conversation, read_prompts
 from specplug.errors import DrafterFailedError, UserError
 from specplug.models.target import Target
 from specplug.noise import gumbel
+from specplug.options import EngineOptions
 from specplug.registry import Registry
 from specplug.runtime.engine import Engine
+from specplug.runtime.memory import DeviceMemory
+from specplug.spec import StepStats
 from specplug.testing.registry import bench_registry
 from specplug.testing.targets import decoder_target, table_target
 from specplug.testing.tokenizer import EOS, SIZE, byte_tokenizer
@@ -281,6 +285,35 @@ def test_figures_over_nothing_are_none_and_json_can_hold_them() -> None:
     json.dumps(found, allow_nan=False)
 
 
+def test_a_devices_idle_time_and_graphs_are_medians_and_shares_of_decode_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stats = StepStats(2, 2, 0, 0, 2, 0, 0, 0, {"forward": 0.001, "wait": 0.002})
+    run = made([(2, 1.0)])[0]
+    run.stages = {}
+    for exposed, graph in ((0.0001, True), (None, True), (0.0005, False), (0.0002, True)):
+        measure._add(run, replace(stats, exposed=exposed, graph=graph), 0.004)
+    found = figures({"gpu": [run], "cpu": made([(2, 1.0)])}, None)
+    steps = found["gpu"]["steps"]
+    assert steps["exposed_ms"] == {"count": 3, "median": pytest.approx(0.2), "q1": pytest.approx(0.15), "q3": 0.35}
+    assert steps["graph_share"] == 0.75
+    assert (found["cpu"]["steps"]["exposed_ms"], found["cpu"]["steps"]["graph_share"]) == (None, None)
+    # What the device was waited for is the verify's.
+    assert steps["time_share"]["verify"] == pytest.approx(0.75)
+    for column in found.values():
+        column["pages"] = 1
+    out = table.console(stderr=False)
+    out.print(table._host({"gpu": found["gpu"]}))
+    said = capsys.readouterr().out
+    assert "exposed" in said
+    assert "0.200" in said
+    run.exposed, run.graphed = [], []
+    quiet = figures({"cpu": [run]}, None)
+    quiet["cpu"]["pages"] = 1
+    table.console(stderr=False).print(table._host(quiet))
+    assert "exposed" not in capsys.readouterr().out
+
+
 def test_spread() -> None:
     assert spread([]) is None
     assert spread([None, 3.0]) == {"count": 1, "median": 3.0, "q1": 3.0, "q3": 3.0}
@@ -473,6 +506,65 @@ def test_sampled_texts_are_compared_under_coupled_only(bench: Any, prompts: Path
         )  # fmt: skip
         assert code == 0, err
         assert json.loads(out.read_text())["batches"][0]["columns"]["scripted-dense"]["text"]["verdict"] == verdict
+
+
+def test_synthetic_acceptance_is_labelled_everywhere(bench: Any, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, text, err = bench(
+        "--algorithms", "none,scripted-dense", "--prompts", prompts, "--max-tokens", 8, "--repeat", 1,
+        "--speculative-acceptance", "synthetic:2", "--json", out,
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads(out.read_text())
+    assert report["lossy"] is True
+    assert {label: column["lossy"] for label, column in report["columns"].items()} == {
+        "none": False,
+        "scripted-dense": True,
+    }
+    assert report["columns"]["scripted-dense"]["acceptance"] == "synthetic:2"
+    assert {each["text"]["verdict"] for each in report["batches"][0]["columns"].values()} == {"not compared"}
+    assert err.count("is lossy") == 1
+    titles = [line for line in text.splitlines() if line.startswith("LOSSY")]
+    assert any("speed-up over none" in title for title in titles)
+    assert any("acceptance, pooled" in title for title in titles)
+
+
+def test_an_honest_run_is_not_labelled(bench: Any, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    _, text, err = bench(
+        "--algorithms", "none", "--prompts", prompts, "--max-tokens", 4, "--repeat", 1, "--limit", 1, "--json", out
+    )
+    report = json.loads(out.read_text())
+    assert (report["lossy"], report["columns"]["none"]["lossy"]) == (False, False)
+    assert "lossy" not in (text + err).lower()
+
+
+def test_engines_of_a_comparison_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(session, "device_memory", lambda device: asked.append(device) or DeviceMemory(100, 80))
+    model = SimpleNamespace(parameters=lambda: iter([torch.empty(1, device="meta")]))
+    job = SimpleNamespace(options=EngineOptions(mem_fraction_static=0.8))
+    size = session._Size(job, None, SimpleNamespace(model=model), (), 1, "float32", True)
+    assert size._share(2) == {"mem_fraction_static": pytest.approx(0.5)}
+    assert size._share(1) == {}
+    model.parameters = lambda: iter([torch.empty(1)])
+    assert size._share(2) == {}
+    assert len(asked) == 1
+
+
+def test_dummy_weights_are_compared_with_nothing_else(bench: Any, bare: Path, prompts: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes((bare / "config.json").read_bytes())
+    arguments = ("--algorithms", "none", "--batch-sizes", 1, "--repeat", 1, "--limit", 1, "--load-format", "dummy")
+    code, _, err = bench(*arguments, "--random-input", 4, "--output-len", 3, model=alone)
+    assert code == 0, err
+    code, _, err = bench(*arguments, "--random-input", 4, "--transformers", model=alone)
+    assert code == 2
+    assert "--transformers with --load-format dummy" in err
+    code, _, err = bench(*arguments, "--prompts", prompts, model=alone)
+    assert code == 2
+    assert "tokenizer" in err
 
 
 def test_a_changed_text_is_exit_code_1(bench: Any, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from specplug.cli import flags
 from specplug.errors import UserError
 from specplug.options import EngineOptions
 from specplug.registry import Registry
+from specplug.runtime.memory import DeviceMemory
 from specplug.spec import Checkpoint, Facts
 from specplug.testing.stubs import Stub, stub_registry
 
@@ -40,6 +41,17 @@ def specplug_algorithms():
 """
 
 ACME = Stub("acme-lookup", version="1.2", algorithms=["lookup"], aliases={"lookup": ["find"]}, extra=OPTIONS + FOREIGN)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
 OTHER = Stub("other-guess", algorithms=["guess"], instead={"gues": "guess"})
 BROKEN = Stub("bad-one", algorithms=["bad"], fault="import-error")
 
@@ -163,6 +175,50 @@ def test_a_command_must_take_the_shared_arguments_and_no_other_of_that_name():
         flags.speculative_command(typer.Typer(), registry, "x")(lacks)
     with pytest.raises(TypeError, match="page_size"):
         flags.speculative_command(typer.Typer(), registry, "x")(redefines)
+
+
+@pytest.mark.parametrize(
+    ("word", "rule", "mean"),
+    [
+        ("auto", "coupled", 0.0), ("coupled", "coupled", 0.0), ("rejection", "rejection", 0.0),
+        ("synthetic:1", "synthetic", 1.0), ("synthetic:2.5", "synthetic", 2.5),
+    ],
+)  # fmt: skip
+def test_acceptance_is_a_rule_and_a_mean(shell, word, rule, mean):
+    code, _, err = shell("try", "m", "--speculative-acceptance", word)
+    options = shell.seen[1]
+    assert (code, options.acceptance, options.acceptance_mean) == (0, rule, mean)
+    # What is lossy is said before anything is loaded, and nothing else is.
+    assert (f"warning: --speculative-acceptance {word} is lossy" in err) == (rule == "synthetic")
+    assert bool(options.lossy) == (rule == "synthetic")
+
+
+@pytest.mark.parametrize(
+    "word", ["synthetic", "synthetic:", "synthetic:0.99", "synthetic:nan", "synthetic:inf", "synthetic:-2", "Coupled"]
+)
+def test_a_bad_acceptance_names_every_form(shell, word):
+    line = shell.refused("try", "m", "--speculative-acceptance", word)
+    assert line == (
+        f"--speculative-acceptance {word}: must be one of auto, coupled, rejection, or synthetic:LEN with LEN at "
+        "least 1, such as synthetic:2.5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--device", "tpu", "one of auto, cpu, cuda"),
+        ("--attention-backend", "flash", "one of auto, torch, flashinfer, paged"),
+        ("--load-format", "none", "one of auto, dummy"),
+        ("--speculative-draft-load-format", "none", "one of auto, dummy"),
+        ("--max-cuda-graphs", "0", "a whole number, at least 1"),
+        ("--mem-fraction-static", "0", "a number, above 0 and below 1"),
+        ("--mem-fraction-static", "1", "a number, above 0 and below 1"),
+        ("--mem-fraction-static", "nan", "a number, above 0 and below 1"),
+    ],
+)
+def test_a_devices_options_have_ranges(shell, option, value, says):
+    assert shell.refused("try", "m", option, value) == f"{option} {value}: must be {says}"
 
 
 # --- --speculative-config --------------------------------------------------------------------------------------------
@@ -310,13 +366,18 @@ def test_plugins_of_a_bare_core(capsys, monkeypatch):
 
 @pytest.fixture
 def model(monkeypatch):
-    """A module of facts that knows one model, so that no weights are needed."""
+    """A module of facts that knows one model, so that no weights are needed; with a revision it has a config."""
     module = type(sys)("specplug.facts")
 
-    def build_facts(path: str, options: EngineOptions) -> Facts:
+    def build_facts(path: str, options: EngineOptions, *, elsewhere: bool = False) -> Facts:
         if path != "folder":
             raise UserError(f"MODEL {path}: not found")
-        return Facts(target=Checkpoint(path=path), page_size=options.page_size, features=frozenset({"rollback"}))
+        return Facts(
+            target=Checkpoint(path=path, config=CONFIG if options.revision else {}),
+            device="cuda" if options.device == "cuda" and elsewhere else "cpu",
+            page_size=options.page_size,
+            features=frozenset({"rollback"}),
+        )
 
     module.build_facts = build_facts
     monkeypatch.setitem(sys.modules, "specplug.facts", module)
@@ -387,6 +448,57 @@ def test_doctor_of_a_plain_model(shell, model):
     code, out, _ = shell("doctor", "--model-path", "folder")
     assert code == 0
     assert "usable: none with folder" in out
+
+
+def test_doctor_says_where_a_run_goes_and_what_it_takes(shell, model):
+    code, out, _ = shell("doctor", "lookup", "folder", "--revision", "r", "--context-length", "100")
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "device cpu, float32, attention torch" in lines
+    assert "graphs of the target: none on a CPU" in lines
+    assert "weights 539.2 KiB" in lines  # 64,000 of the embedding, 36,992 a layer, 64: 4 bytes each
+    assert "KV pages 408.0 KiB 800 tokens in 50 pages of 16" in lines  # 512 bytes a token, and the trash page
+    assert lines.index("usable: lookup with folder") == len(lines) - 1
+
+
+def test_doctor_of_a_model_whose_kv_is_not_known_before_loading(shell, model):
+    lines = [" ".join(line.split()) for line in shell("doctor", "none", "folder")[1].splitlines()]
+    assert "KV pages not known before loading" in lines
+
+
+def test_doctor_for_a_device_that_is_not_here(shell, model, monkeypatch):
+    monkeypatch.setattr("specplug.cli.doctor.device_memory", lambda device: None)
+    code, out, _ = shell("doctor", "lookup", "folder", "--revision", "r", "--device", "cuda")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0
+    assert "device cuda (not on this machine), float32, attention torch" in lines
+    assert "graphs of the target: decided by a trial capture at start" in lines
+    assert "KV pages not known: the device is not here" in lines
+    assert "weights 539.2 KiB" in lines
+    off = shell("doctor", "lookup", "folder", "--revision", "r", "--device", "cuda", "--disable-cuda-graph")[1]
+    assert "graphs of the target: off, as --disable-cuda-graph says" in off
+
+
+def test_doctor_sizes_the_pool_of_a_device_that_is_here(shell, model, monkeypatch):
+    monkeypatch.setattr("specplug.cli.doctor.device_memory", lambda device: DeviceMemory(4 * 2**30, 4 * 2**30))
+    args = ("doctor", "none", "folder", "--revision", "r", "--device", "cuda")
+    code, out, _ = shell(*args, "--json")
+    memory = json.loads(out)["memory"]
+    assert (code, memory["total"], memory["tokens"]) == (0, 4 * 2**30, 8 * 256)
+    assert memory["free"] == 4 * 2**30 - sum(memory[part] for part in ("weights", "kv", "graphs", "activations"))
+    # As the start would: refused, with the number to change.
+    line = shell.refused(*args, "--mem-fraction-static", "0.1")
+    assert "leaves no room for KV" in line
+    assert "raise --mem-fraction-static 0.1 to 0.38" in line
+
+
+def test_doctor_tells_that_a_run_is_lossy(shell, model):
+    code, out, err = shell("doctor", "lookup", "folder", "--speculative-acceptance", "synthetic:2", "--json")
+    found = json.loads(out)
+    assert (code, found["lossy"], "about" in found) == (0, True, False)
+    assert any("synthetic:2 is lossy" in warning for warning in found["warnings"])
+    assert err.count("is lossy") == 1
+    assert json.loads(shell("doctor", "lookup", "folder", "--json")[1])["lossy"] is False
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from specplug import placement
 from specplug.errors import UserError
 from specplug.facts import build_facts, facts_of, first_vocab_difference, read_checkpoint, target_features
 from specplug.options import EngineOptions
@@ -145,7 +146,8 @@ def test_features_follow_the_config() -> None:
         assert "rollback" not in target_features(CONFIG | state), state
 
 
-def test_facts_resolve_auto_to_words(tmp_path: Path) -> None:
+def test_facts_resolve_auto_to_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "has_cuda", lambda: False)
     facts = build_facts(
         str(folder(tmp_path / "m")), EngineOptions(page_size=4, max_running_requests=3, context_length=32)
     )
@@ -194,7 +196,9 @@ def test_what_cannot_be_honoured_is_refused(
 def test_facts_of_safetensors_leave_torch_unimported(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     code = (
-        "import sys; from specplug.facts import build_facts; from specplug.options import EngineOptions;"
+        "import ctypes, sys; from specplug.facts import build_facts; from specplug.options import EngineOptions\n"
+        "def no_driver(name): raise OSError(name)\n"
+        "ctypes.CDLL = no_driver\n"
         f"build_facts({str(path)!r}, EngineOptions()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,7 +18,7 @@ import torch
 
 from specplug import AlgorithmSpec, Capabilities, Drafter, DraftPlan, SpecConfig, hookimpl
 from specplug.models.target import Target
-from specplug.runtime import kv, ledger, scheduler, step, stop
+from specplug.runtime import drafting, host, kv, ledger, scheduler, stop
 from specplug.testing.bench import Bench, Kind
 from specplug.testing.conformance import DrafterConformance, check_names
 from specplug.testing.registry import write_distribution
@@ -503,10 +503,10 @@ def _forgets_progress(preempt: Any) -> Any:
     return faulty
 
 
-def _ignores_request(drafting_row: Any) -> Any:
-    def faulty(self: Any, row: Any) -> Any:
+def _ignores_request(wish: Any) -> Any:
+    def faulty(self: Any, row: Any, *lengths: int) -> Any:
         row.request.max_drafted = None
-        return drafting_row(self, row)
+        return wish(self, row, *lengths)
 
     return faulty
 
@@ -537,7 +537,7 @@ def _drops_first(accept: Any) -> Any:
     def faulty(rule: Any, logits: Any, rows: Any, *more: Any, **named: Any) -> Any:
         found = accept(rule, logits, rows, *more, **named)
         return [
-            replace(verdict, path=(0,)) if row.tokens and not verdict.path else verdict
+            verdict._replace(path=(0,)) if row.tokens and not verdict.path else verdict
             for row, verdict in zip(rows, found, strict=True)
         ]
 
@@ -550,12 +550,12 @@ CORE: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "stop_rules": (stop.Output, "__init__", _one_too_many),
     "stream_equals_result": (stop.Output, "take", _lossy_take),
     "preempted_requests_equal_reference": (scheduler.Scheduler, "_preempt", _forgets_progress),
-    "requests_can_decline": (step.StepRunner, "_drafting_row", _ignores_request),
-    "neighbours_do_not_matter": (step, "accept", _by_batch),
-    "same_seed_same_text": (step, "accept", _by_draft),
-    "greedy_equals_reference": (step, "accept", _drops_first),
-    "sampled_distribution:coupled": (step, "accept", _drops_first),
-    "sampled_distribution:rejection": (step, "accept", _drops_first),
+    "requests_can_decline": (drafting.Drafting, "wish", _ignores_request),
+    "neighbours_do_not_matter": (host, "accept", _by_batch),
+    "same_seed_same_text": (host, "accept", _by_draft),
+    "greedy_equals_reference": (host, "accept", _drops_first),
+    "sampled_distribution:coupled": (host, "accept", _drops_first),
+    "sampled_distribution:rejection": (host, "accept", _drops_first),
 }
 
 

@@ -233,7 +233,7 @@ def test_two_engines_on_one_target_do_not_meet(case_of: Callable[[str], Case]) -
 def test_a_finished_request_leaves_nothing_behind(case_of: Callable[[str], Case]) -> None:
     case = case_of("mamba2")
     with Engine(case.target) as engine:
-        state = engine._runner._state
+        state = engine._executor._state
         long = engine.submit(case.prompts[0], {"temperature": 0, "max_tokens": 9})
         engine.submit(case.prompts[1], {"temperature": 0, "max_tokens": 3})
         engine.step()

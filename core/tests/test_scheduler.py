@@ -61,13 +61,14 @@ class World:
             assert self.pages.held[one.slot] * self.pages.page_size >= row.start + row.q_len
             accepted = row.draft.tokens if row.draft else []
             one.kv_len = row.start + len(row.tokens) + len(accepted)
-            one.draft = None
+            one.drafted, one.draft = 0, None
             if row.final:
                 for token in [*accepted, 7]:
                     one.tokens.append(token)
                     one.output.commit(token)
                 if drafts and self.pages.reserve(one.slot, one.kv_len + 1 + drafts):
                     one.draft = Draft([7] * drafts, list(range(-1, drafts - 1)), None)
+                    one.drafted = len(one.draft.tokens)
         return {row.request.id: row.tokens for row in rows}
 
     def finish(self, *requests):
@@ -140,6 +141,7 @@ def test_a_row_is_as_wide_as_its_own_draft():
     made = world.add(2, 2, 2)
     world.step()
     made[1].draft = Draft([7, 7, 7], [-1, 0, -1], None)
+    made[1].drafted = len(made[1].draft.tokens)
     assert [row.q_len for row in world.scheduler.schedule(world._admit)] == [1, 4, 1]
 
 
@@ -176,7 +178,8 @@ def test_two_that_are_preempted_come_back_in_order():
     made = world.add(7, 7, 7)
     world.step()
     world.step()
-    made[0].draft = Draft([7] * 11, list(range(-1, 10)), None)  # 9 + 11: three pages more than it holds
+    made[0].draft = Draft([7] * 11, list(range(-1, 10)), None)
+    made[0].drafted = len(made[0].draft.tokens)  # 9 + 11: three pages more than it holds
     assert list(world.step()) == ["0"]
     assert world.preempted == ["2", "1"]
     assert [one.id for one in world.scheduler.waiting] == ["1", "2"]
@@ -200,6 +203,7 @@ def test_resume_runs_the_whole_text_again_and_its_draft_is_gone():
     world.step()
     world.step()
     second.draft = Draft([7] * 3, [-1, 0, 1], None)
+    second.drafted = len(second.draft.tokens)
     world.step()
     assert second.draft is None
     assert second.slot == -1

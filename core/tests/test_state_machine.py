@@ -223,7 +223,7 @@ class EngineMachine(RuleBasedStateMachine):
                 one.checked = one.reason is not None
         self.counts_hold()
         running = self.engine._scheduler.running
-        held = sum(self.engine._built.pages.held[request.slot] for request in running)
+        held = sum(self.engine._built.parts.pages.held[request.slot] for request in running)
         assert held + self.engine.free_pages == self.engine.pages
         if not running:
             assert self.engine.free_pages == self.engine.pages  # I5

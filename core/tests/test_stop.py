@@ -97,3 +97,32 @@ def test_without_a_tokenizer_only_ids_count() -> None:
     assert output.commit(1)
     assert not output.commit(3)
     assert output.take() == ([1, 3], "")
+
+
+@pytest.mark.parametrize("stop", [(), ("bc",), ("zz",)])
+@pytest.mark.parametrize("text", ["abcd", "ab", "€xbc", "aaaaaaaa"])
+@pytest.mark.parametrize("split", [1, 2, 3, 8])
+def test_many_tokens_at_once_are_the_same_as_one_by_one(tokenizer, stop, text, split) -> None:
+    # Breaks with: an end token, a stop string or the limit that is not looked for among tokens that come together.
+    tokens = [*text.encode(), EOS, *b"more"]
+    alone, together = (Output(tokenizer, {EOS}, stop, 6) for _ in range(2))
+    for token in tokens:
+        if not alone.commit(token):
+            break
+    while together.finish_reason is None:
+        some, tokens = tokens[:split], tokens[split:]
+        count = together.extend(some)
+        assert count == len(some) or together.finish_reason
+    for name in ("ids", "text", "finish_reason"):
+        assert getattr(together, name) == getattr(alone, name)
+    assert together.take() == alone.take()
+
+
+def test_text_is_made_when_it_is_asked_for(tokenizer) -> None:
+    # Breaks with: a token that is read twice, or not at all, when text is read between commits.
+    seldom, often = (Output(tokenizer, {EOS}, (), 100) for _ in range(2))
+    for token in "aé€z".encode():
+        assert seldom.commit(token)
+        assert often.commit(token)
+        assert "aé€z".startswith(often.text)
+    assert seldom.text == often.text == "aé€z"

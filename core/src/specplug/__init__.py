@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specplug.combine import combined_plan
 from specplug.errors import DrafterFailedError, RefusedError, UserError
 from specplug.hookspecs import hookimpl
+from specplug.models.shape import model_shape
 from specplug.names import fold
 from specplug.sampling import SamplingParams
 from specplug.spec import (
@@ -22,6 +23,7 @@ from specplug.spec import (
     Facts,
     KVLayers,
     Limits,
+    ModelShape,
     Observer,
     Parallel,
     Problem,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         StepView,
         TargetView,
     )
+    from specplug.models.draft import DraftModel, Reading
     from specplug.proposal import HostProposal, Proposal
     from specplug.runtime.engine import Engine
     from specplug.runtime.request import Delta, Result
@@ -68,6 +71,7 @@ _HEAVY = {
         ),
         "specplug.drafter",
     ),
+    **dict.fromkeys(("DraftModel", "Reading"), "specplug.models.draft"),
     **dict.fromkeys(("HostProposal", "Proposal"), "specplug.proposal"),
     "Engine": "specplug.runtime.engine",
     **dict.fromkeys(("Delta", "Result"), "specplug.runtime.request"),
@@ -83,6 +87,7 @@ __all__ = [
     "Defaults",
     "Delta",
     "DraftContext",
+    "DraftModel",
     "DraftPlan",
     "Drafter",
     "DrafterFailedError",
@@ -95,10 +100,12 @@ __all__ = [
     "KVLayers",
     "KVView",
     "Limits",
+    "ModelShape",
     "Observer",
     "Parallel",
     "Problem",
     "Proposal",
+    "Reading",
     "Refusal",
     "RefusedError",
     "RequestView",
@@ -116,6 +123,7 @@ __all__ = [
     "combined_plan",
     "fold",
     "hookimpl",
+    "model_shape",
 ]
 
 

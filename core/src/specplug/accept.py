@@ -6,11 +6,14 @@ change it. `rejection`: Leviathan et al. 2023 (arXiv 2211.17192), extended to si
 residual (SpecInfer, arXiv 2305.09781); exact in distribution for drafts whose q is honest. Greedy rows are
 greedy under either. p is the distribution after all of the request's options at that position, the drafts
 above it counted as output (`specplug.runtime.processors`). `specplug.reference` is the oracle of this file.
+
+`synthetic` is for measuring what a step costs, and lossy: it accepts drafts as they stand, as many as make
+a verify emit a given mean number of tokens. `specplug.runtime.device.decide` is all this on a device.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from specplug.runtime.processors import ProcessorError, Processors
 from specplug.runtime.sampler import processed_logits
 from specplug.sampling import SamplingParams
 
-Rule = Literal["coupled", "rejection"]
+Rule = Literal["coupled", "rejection", "synthetic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,7 @@ class VerifyRow:
     """What changes the row's logits before temperature; None: nothing does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The outcome for one row: accepted nodes from the root downwards, and the token that follows the last."""
 
     path: tuple[int, ...]
@@ -62,9 +64,12 @@ _Values = Callable[[int, Sequence[int]], Tensor]
 """(node, tokens of the path down to it) -> the logits [V] before temperature of what follows; node -1 is the root."""
 
 
-def accept(rule: Rule, logits: Tensor, rows: Sequence[VerifyRow], mask: Tensor | None = None) -> list[Verdict]:
+def accept(
+    rule: Rule, logits: Tensor, rows: Sequence[VerifyRow], mask: Tensor | None = None, *, mean: float = 0.0
+) -> list[Verdict]:
     """Decide every row. `logits` is float32 [M, V]; `mask`, bool [M, V], forbids what is False at each node.
 
+    `mean`, at least 1 and for `synthetic` only: tokens that a row with enough drafts emits on average.
     A row whose processors fail gets a verdict with an error; the others are decided all the same.
     """
     if mask is not None:
@@ -72,7 +77,7 @@ def accept(rule: Rule, logits: Tensor, rows: Sequence[VerifyRow], mask: Tensor |
     # One pass decides the common case: greedy rows that change no logits.
     plain = any(row.sampling.greedy and row.processors is None for row in rows)
     best = _argmax(logits) if plain else []
-    return [_decide(rule, row, _values(row, logits, mask), best) for row in rows]
+    return [_decide(rule, row, _values(row, logits, mask), best, mean) for row in rows]
 
 
 def _argmax(logits: Tensor) -> list[int]:
@@ -92,28 +97,44 @@ def _values(row: VerifyRow, logits: Tensor, mask: Tensor | None) -> _Values:
     return at
 
 
-def _decide(rule: Rule, row: VerifyRow, values: _Values, best: Sequence[int]) -> Verdict:
+def _decide(rule: Rule, row: VerifyRow, values: _Values, best: Sequence[int], mean: float) -> Verdict:
     """Walk down from the root, from child to accepted child, until a token is chosen that is no child."""
     below = tree.children(row.parents)
+    lead = _lead(row, mean) if rule == "synthetic" else 0
     node, nodes, path = -1, list[int](), list[int]()
+    child: int | None
     while True:
-        try:
-            if row.sampling.greedy:
-                at = row.start + node + 1
-                token = best[at] if row.processors is None else int(values(node, path).argmax())
-                child = _child(row, below[node + 1], token)
-            elif rule == "coupled":
-                token = _coupled(row, values(node, path), len(path))
-                child = _child(row, below[node + 1], token)
-            else:
-                token, child = _rejection(row, values(node, path), len(path), below[node + 1])
-        except ProcessorError as failure:
-            return Verdict(tuple(nodes), 0, str(failure))
+        children = below[node + 1]
+        if len(nodes) < lead and children:
+            token, child = row.tokens[children[0]], children[0]
+        else:
+            try:
+                if rule == "rejection" and not row.sampling.greedy:
+                    token, child = _rejection(row, values(node, path), len(path), children)
+                else:
+                    token = _choice(row, values, best, node, path)
+                    child = None if rule == "synthetic" else _child(row, children, token)
+            except ProcessorError as failure:
+                return Verdict(tuple(nodes), 0, str(failure))
         if child is None:
             return Verdict(tuple(nodes), token)
         node = child
         nodes.append(node)
         path.append(token)
+
+
+def _choice(row: VerifyRow, values: _Values, best: Sequence[int], node: int, path: Sequence[int]) -> int:
+    """Return the target's token below `node`: the likeliest of a greedy row, else a draw with the row's noise."""
+    if not row.sampling.greedy:
+        return _coupled(row, values(node, path), len(path))
+    return best[row.start + node + 1] if row.processors is None else int(values(node, path).argmax())
+
+
+def _lead(row: VerifyRow, mean: float) -> int:
+    """Return how many drafts `synthetic` accepts, if there are so many: one less than the tokens it emits."""
+    whole = int(mean)
+    coin = float(uniform(row.seed, row.choice, row.root_index, "coin", 1)[0])
+    return whole - 1 + (coin < mean - whole)
 
 
 def _child(row: VerifyRow, below: Sequence[int], token: int) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,11 @@ from specplug.spec import (
 )
 
 if TYPE_CHECKING:
+    from specplug.models.draft import DraftModel
     from specplug.proposal import HostProposal, Proposal
 
 
-@dataclass(frozen=True, slots=True)
-class HostRow:
+class HostRow(NamedTuple):
     """One live row as Python ints, for drafters that declare ``"host"``. Set by the engine after the host commit."""
 
     slot: int
@@ -64,7 +64,8 @@ class SamplingView:
 class StepView:
     """One target forward, seen after its tokens were committed. Views valid until the next step.
 
-    A prefill chunk, a decode and a verify differ only in their numbers.
+    A prefill chunk, a decode and a verify differ only in their numbers. On a device rows and tokens are padded:
+    a pad row is empty, carries the scratch slot S and may begin at T, so clamp before indexing tokens by `row_start`.
     """
 
     slots: Tensor  # [R]    scheduler: identity of the row; pad rows carry the scratch slot S
@@ -86,8 +87,10 @@ class StepView:
 
         What a drafter that pairs a hidden state with the next token feeds to its `ingest`.
         """
-        row = torch.repeat_interleave(torch.arange(len(self.slots), device=self.tokens.device), self.row_start.diff())
-        at = torch.arange(len(self.tokens), device=self.tokens.device) - self.row_start[row]
+        token = torch.arange(len(self.tokens), device=self.tokens.device)
+        # Pad tokens lie behind all rows; counted to the last one they are none of its kept tokens.
+        row = torch.searchsorted(self.row_start[1:], token, right=True).clamp_max(len(self.slots) - 1)
+        at = token - self.row_start[row]
         lookahead = self.next_tokens.shape[1]
         ahead = at[:, None] + 1 + torch.arange(lookahead, device=self.tokens.device)  # index into the row
         beyond = ahead - self.num_kept[row][:, None]  # index into next_tokens
@@ -112,9 +115,10 @@ class RequestView:
 class KVView(Protocol):
     """KV rows addressed by token index on the target's page table: the drafter's own layers, or the target's.
 
-    Rows below `kv_len` hold what `ingest` wrote. Rows at or above it are scratch for `propose`: the
-    core never moves them and the next round overwrites them. A row whose pages could not be reserved
-    has ``limit = 0``, and what is written for it goes nowhere.
+    Rows below `kv_len` hold what `ingest` wrote. Rows at or above it are scratch for one round: the core
+    never moves them, `ingest` may write there what `propose` of the same step will read, and the next round
+    overwrites them. A row whose pages could not be reserved has ``limit = 0``, and what is written for it
+    goes nowhere; so what must last is written in `ingest`, below `kv_len`.
     """
 
     def pattern(
@@ -167,7 +171,13 @@ class Arena(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Records a drafter's callables; on CPU it returns `fn` itself."""
+    """Turns a drafter's callables into one launch each; where there are no graphs it returns `fn` itself.
+
+    `fn` is run and recorded at start, on an empty step, and a replay reads the same static tensors anew: what
+    Python saw (`step.depth`, the variant, shapes) is fixed, what `fn` allocates is gone with the next replay,
+    and nothing in it may wait for the device or branch on a tensor. Rows and tokens are padded: pad rows carry
+    the scratch slot.
+    """
 
     def record(
         self,
@@ -176,7 +186,12 @@ class GraphRecorder(Protocol):
         over: str = "rows",
         variants: Sequence[Any] | None = None,
     ) -> Callable[[StepView, Proposal | None, Any], None]:
-        """Return a callable of `fn`'s signature ``fn(step, out, variant)``. `over`: ``"rows"`` | ``"rows_x_width"``."""
+        """Return a callable of `fn`'s signature ``fn(step, out, variant)``.
+
+        `over` says for which shapes: ``"rows"``, one graph per row count, for what looks at rows alone;
+        ``"rows_x_width"``, one per row count and token total. There `fn` itself runs for a step that fits
+        none, such as a long prompt chunk. One graph per entry of `variants`; another variant runs `fn`.
+        """
 
 
 class TargetView(Protocol):
@@ -211,6 +226,12 @@ class DraftContext(Protocol):
         prefix: str = "",
     ) -> None:
         """Fill `module` through `weights`; a tensor missing or unexpected is an error with the list."""
+
+    def model(self, which: Literal["draft", "target"]) -> DraftModel:
+        """Return the checkpoint as a causal language model to run over `Arena.draft_kv`, loaded as targets are.
+
+        For `load`. `specplug.model_shape` says beforehand, for the plan, whether that works and what KV it keeps.
+        """
 
     def noise(self, step: StepView, depth: int, stream: Literal["target", "draft"] = "draft") -> Tensor:
         """Return Gumbel noise [R, V] for the drafts at `depth` (1 = child of the root)."""

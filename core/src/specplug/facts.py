@@ -1,18 +1,20 @@
 """What can be known of models and host before any weight is loaded: `Checkpoint` and `Facts`.
 
-Importing this module does not import torch; only a checkpoint in ``.bin`` files makes it do so.
+Importing this module does not import torch. A checkpoint in ``.bin`` files makes it do so, and gathering facts
+on a host with NVIDIA's driver.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specplug.errors import UserError
 from specplug.models.family import decoder_config, is_covered
 from specplug.models.store import TOKENIZER_FILES, local_model, reason
 from specplug.options import EngineOptions
+from specplug.placement import settle
 from specplug.spec import (
     Checkpoint,
     Facts,
@@ -34,6 +36,9 @@ _SAFETENSORS_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+
+LoadFormat = Literal["auto", "dummy"]
+"""Where weights come from: the checkpoint's files, or (``dummy``) a seeded generator, no file read."""
 
 _STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _RECURRENT_WORDS = ("mamba", "rwkv", "ssm", "linear_attn", "linear_attention", "recurrent", "xlstm", "hybrid_override")
@@ -63,8 +68,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     raise UserError(f"{folder} holds no weights: model*.safetensors or pytorch_model*.bin is needed")
 
 
-def read_checkpoint(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Read the facts of the Hugging Face folder `path`; tensors as headers only.
+def read_checkpoint(
+    path: str, revision: str | None = None, *, trust_remote_code: bool = False, load_format: LoadFormat = "auto"
+) -> Checkpoint:
+    """Read the facts of the Hugging Face folder `path`; tensors as headers only, under ``dummy`` None.
 
     A folder without tokenizer (a draft head, often) has None for its size and fingerprint.
     `trust_remote_code` is used only where the tokenizer has no ``tokenizer.json``.
@@ -73,11 +80,14 @@ def read_checkpoint(path: str, revision: str | None = None, *, trust_remote_code
     if not (folder / "config.json").is_file():
         raise UserError(f"{path} holds no config.json; a Hugging Face model folder is needed")
     ids = vocabulary(folder, trust_remote_code=trust_remote_code)
+    tensors = None
+    if load_format != "dummy":
+        tensors = {name: stored.info for name, stored in stored_tensors(folder).items()}
     return Checkpoint(
         path=str(folder),
         revision=revision,
         config=_json(folder / "config.json"),
-        tensors={name: stored.info for name, stored in stored_tensors(folder).items()},
+        tensors=tensors,
         tokenizer_size=None if ids is None else len(ids),
         tokenizer_fingerprint=None if ids is None else _fingerprint(ids),
         generation=_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {},
@@ -131,7 +141,7 @@ def has_recurrent_state(config: Mapping[str, Any]) -> bool:
 
 
 def target_features(config: Mapping[str, Any], *, recurrent: bool | None = None) -> frozenset[str]:
-    """Return what the CPU engine can do with a target of this config (the words of `Facts.features`).
+    """Return what the engine can do with a target of this config (the words of `Facts.features`).
 
     Every module is lent by the built-in decoder, embedding and output head by transformers' models; a model of
     one's own, which names no architecture, lends none. `recurrent`: whether the target keeps recurrent state, where
@@ -149,21 +159,24 @@ def target_features(config: Mapping[str, Any], *, recurrent: bool | None = None)
     return frozenset(features)
 
 
-def build_facts(model_path: str, options: EngineOptions) -> Facts:
+def build_facts(model_path: str, options: EngineOptions, *, elsewhere: bool = False) -> Facts:
     """Gather the facts for MODEL, as the user wrote it, and the draft that `options` name.
 
     MODEL becomes a local folder first (`local_model`): read it from ``.target.path``. A model that the
-    engine cannot run, or an option it cannot honour, is a `UserError`; no weight is read.
+    engine cannot run, or an option it cannot honour, is a `UserError`; no weight is read. `elsewhere`: for
+    another machine, as `specplug.placement.settle` takes it.
     """
+    dummy = options.load_format == "dummy"
     target = read_checkpoint(
-        str(local_model(model_path, options.revision)),
+        str(local_model(model_path, options.revision, needs_tokenizer=not dummy, needs_weights=not dummy)),
         options.revision,
         trust_remote_code=options.trust_remote_code,
+        load_format=options.load_format,
     )
     longest, recurrent = _runnable(target, options.trust_remote_code)
     if options.context_length is not None and options.context_length > longest:
         raise UserError(f"--context-length {options.context_length}: MODEL allows 2 to {longest}; give a smaller one")
-    return facts_of(target, options, recurrent=recurrent)
+    return facts_of(target, options, recurrent=recurrent, elsewhere=elsewhere)
 
 
 def _in_decoder(config: Mapping[str, Any]) -> bool:
@@ -191,18 +204,23 @@ def _stacks_states(config: Mapping[str, Any]) -> bool:
     return (config.get("altup_num_inputs") or 1) > 1 or any(_stacks_states(each) for each in inner)
 
 
-def facts_of(target: Checkpoint, options: EngineOptions, *, recurrent: bool | None = None) -> Facts:
-    """Gather the facts for a target that is at hand already. Device, dtype and backend become concrete words.
+def facts_of(
+    target: Checkpoint,
+    options: EngineOptions,
+    *,
+    recurrent: bool | None = None,
+    at_hand: tuple[str, str] | None = None,
+    elsewhere: bool = False,
+) -> Facts:
+    """Gather the facts for a target whose checkpoint is read. Device, dtype and backend become concrete words.
 
-    `recurrent`: as for `target_features`.
+    `recurrent`: as for `target_features`. `at_hand`: device and dtype of a model that is loaded already, which
+    ``auto`` then means. `elsewhere`: as for `build_facts`.
     """
     draft, difference = None, None
     draft_path, draft_revision = options.speculative_draft_model_path, options.speculative_draft_model_revision
     if draft_path is not None:
-        # A draft head often comes without a tokenizer: it speaks the target's vocabulary.
-        option = "--speculative-draft-model-path"
-        folder = local_model(draft_path, draft_revision, option=option, needs_tokenizer=False)
-        draft = read_checkpoint(str(folder), draft_revision, trust_remote_code=options.trust_remote_code)
+        draft = _read_draft(draft_path, options)
         if target.path and draft.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
             difference = first_vocab_difference(target.path, draft.path)
     elif draft_revision is not None:
@@ -210,17 +228,44 @@ def facts_of(target: Checkpoint, options: EngineOptions, *, recurrent: bool | No
             f"--speculative-draft-model-revision {draft_revision} needs --speculative-draft-model-path; "
             "give both or neither"
         )
+    where = settle(_as_loaded(options, at_hand), target.config, elsewhere=elsewhere)
     return Facts(
         target=target,
         draft=draft,
-        device="cpu" if options.device == "auto" else options.device,
-        dtype="float32" if options.dtype == "auto" else options.dtype,
-        attention_backend="torch" if options.attention_backend == "auto" else options.attention_backend,
+        device=where.device,
+        dtype=where.dtype,
+        attention_backend=where.attention_backend,
         page_size=options.page_size,
         limits=Limits(max_running_requests=options.max_running_requests, context_length=options.context_length),
         features=target_features(target.config, recurrent=recurrent),
         first_vocab_difference=difference,
     )
+
+
+def _read_draft(path: str, options: EngineOptions) -> Checkpoint:
+    revision, load_format = options.speculative_draft_model_revision, options.speculative_draft_load_format
+    folder = local_model(
+        path,
+        revision,
+        option="--speculative-draft-model-path",
+        needs_tokenizer=False,  # a draft head often comes without: it speaks the target's vocabulary
+        needs_weights=load_format != "dummy",
+    )
+    return read_checkpoint(str(folder), revision, trust_remote_code=options.trust_remote_code, load_format=load_format)
+
+
+def _as_loaded(options: EngineOptions, at_hand: tuple[str, str] | None) -> EngineOptions:
+    """Return `options` with device and dtype of a model that is loaded already; another device is a `UserError`."""
+    if at_hand is None:
+        return options
+    device, dtype = at_hand
+    if options.device not in ("auto", device):
+        raise UserError(
+            f"--device {options.device}: the model given is loaded on {device}; load it on {options.device}, or leave "
+            "the option out"
+        )
+    settled = {"device": device, "dtype": dtype if options.dtype == "auto" else options.dtype}
+    return options.model_copy(update=settled)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from specplug.drafter import StepView
-from specplug.noise import gumbel
+from specplug.noise import Stream
+from specplug.runtime.device.noise import gumbel_argmax, gumbel_rows
+from specplug.runtime.device.upload import upload
 from specplug.spec import Capabilities
 
 
@@ -31,7 +33,7 @@ class Proposal:
         nodes: int,
         vocab: int,
         *,
-        rule: Literal["coupled", "rejection"],
+        rule: Literal["coupled", "rejection", "synthetic"],
         dense: bool,
         device: torch.device,
     ) -> None:
@@ -65,23 +67,27 @@ class Proposal:
 
     def begin(self, limits: Mapping[int, int]) -> None:
         """Begin a round: no drafts, and `limits` by slot, 0 where none is given. Called by the core."""
+        wanted = np.zeros(len(self.limit), dtype=np.int64)
+        wanted[list(limits)] = list(limits.values())
         self.num_valid.zero_()
-        self.limit.zero_()
-        for slot, limit in limits.items():
-            self.limit[slot] = limit
+        (limit,) = upload([wanted], self.limit.device)
+        self.limit.copy_(limit)
         if self.host is not None:
-            self.host.num_valid[:] = 0
-            self.host.limit[:] = self.limit.cpu().numpy()
+            self.host.begin(limits)
 
     def merge_host(self) -> None:
         """Let the rows that were set in `host` win. Called by the core after `propose`."""
         if self.host is None:
             return
-        for slot in np.flatnonzero(self.host.num_valid[:-1] > 0).tolist():
-            self.tokens[slot] = torch.from_numpy(self.host.tokens[slot])
-            self.parents[slot] = torch.from_numpy(self.host.parents[slot])
-            self.num_valid[slot] = int(self.host.num_valid[slot])
-            self.dense[slot] = False
+        filled = np.flatnonzero(self.host.num_valid[:-1] > 0)
+        if not filled.size:
+            return
+        sides = (self.host.tokens, self.host.parents, self.host.num_valid)
+        slots, tokens, parents, valid = upload([filled, *(side[filled] for side in sides)], self.limit.device)
+        self.tokens.index_copy_(0, slots, tokens)
+        self.parents.index_copy_(0, slots, parents)
+        self.num_valid.index_copy_(0, slots, valid)
+        self.dense.index_fill_(0, slots, False)
 
     def take(self, other: Proposal, slots: Tensor) -> None:
         """Take over the drafts of `other`, which has at most as many nodes, for `slots` int64 [n].
@@ -111,49 +117,52 @@ class Proposal:
             full = wide.index_copy_(1, ids, full)
         temperature = step.sampling.temperature
         scaled = full / temperature.clamp_min(1e-6).unsqueeze(1)
-        noise = step_noise(step, depth, "target" if self._rule == "coupled" else "draft", self._vocab)
-        drawn = torch.where(temperature > 0, (scaled + noise).argmax(1), full.argmax(1))
+        stream: Stream = "draft" if self._rule == "rejection" else "target"
+        if scaled.is_cuda:
+            sampling = step.sampling
+            sampled = gumbel_argmax(scaled, sampling.seed, sampling.choice, step.kv_len + depth, stream)
+        else:  # the same, without drawing noise for greedy rows
+            sampled = (scaled + step_noise(step, depth, stream, self._vocab)).argmax(1)
+        drawn = torch.where(temperature > 0, sampled, full.argmax(1))
         self.tokens[step.slots, node] = drawn
-        self.dense[step.slots] = True
+        self.dense.index_fill_(0, step.slots, True)
         if self.q is not None:
             self.q[step.slots, node] = torch.softmax(scaled, 1)
         return drawn
 
 
-def step_noise(step: StepView, depth: int, stream: Literal["target", "draft"], vocab: int) -> Tensor:
-    """Return Gumbel noise [R, V] for the drafts at `depth`; zeros for rows at temperature 0."""
+def step_noise(step: StepView, depth: int, stream: Stream, vocab: int) -> Tensor:
+    """Return Gumbel noise [R, V] for the drafts at `depth`; zeros for rows at temperature 0. Does not wait."""
     sampling = step.sampling
-    rows = zip(
-        sampling.seed.tolist(),
-        sampling.choice.tolist(),
-        step.kv_len.tolist(),
-        sampling.temperature.tolist(),
-        strict=True,
+    return gumbel_rows(
+        sampling.seed, sampling.choice, step.kv_len + depth, stream, vocab, wanted=sampling.temperature > 0
     )
-    noise = torch.zeros(len(step.slots), vocab)
-    for row, (seed, choice, root_index, temperature) in enumerate(rows):
-        if temperature > 0:
-            noise[row] = gumbel(seed, choice, root_index + depth, stream, vocab)
-    return noise.to(step.tokens.device)
 
 
 class HostProposal:
     """The host side of a `Proposal`, for drafters that declare ``"host"``: the same fields as numpy arrays.
 
-    On a CPU engine the arrays share memory with the `Proposal`, unless the drafter writes to both.
+    On a CPU engine the arrays share memory with the `Proposal`, unless the drafter writes to both. On a
+    device they never do: the core uploads what was set.
     """
 
     def __init__(self, device: Proposal, *, shared: bool = True) -> None:
-        """`shared`: the arrays are those of `device`; else copies, so that both sides can be written."""
+        """`shared`: the arrays are those of `device`, if it lies on the host; else copies, so that both can change."""
 
         def array(part: Tensor) -> np.ndarray:
-            found: np.ndarray = (part if shared else part.to("cpu", copy=True)).numpy()
+            found: np.ndarray = (part if shared and part.is_cpu else part.to("cpu", copy=True)).numpy()
             return found
 
         self.tokens = array(device.tokens)
         self.parents = array(device.parents)
         self.num_valid = array(device.num_valid)
         self.limit = array(device.limit)
+
+    def begin(self, limits: Mapping[int, int]) -> None:
+        """Begin a round: no drafts, and `limits` by slot, 0 where none is given. Called by the core."""
+        self.num_valid[:] = 0
+        self.limit[:] = 0
+        self.limit[list(limits)] = list(limits.values())
 
     def set(self, slot: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Propose `tokens` for `slot`; `parents` defaults to a chain. An empty list declines.

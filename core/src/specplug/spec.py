@@ -166,6 +166,18 @@ class KVLayers(Frozen):
     """Temporary rows one round writes above the committed ones (steps x topk for a tree)."""
 
 
+class ModelShape(Frozen):
+    """What a plan needs to know of a causal language model, before it is loaded. Made by `specplug.model_shape`."""
+
+    hidden_size: int
+    vocab_size: int
+    """Rows of its output head, padding included."""
+    max_position: int
+    """Positions it can be run at."""
+    kv: tuple[KVLayers, ...]
+    """Its KV layers, runs of equal ones grouped; without scratch rows."""
+
+
 class DraftPlan(Frozen):
     """What one run will use. The engine sizes buffers, pages and graphs from this alone."""
 
@@ -300,7 +312,12 @@ class StepStats:
     first_accepted: int
     """Of these, rows whose first draft was accepted."""
     seconds: Mapping[str, float]
-    """Host time by stage: schedule, plan, forward, accept, commit, draft."""
+    """Host time by stage: schedule, plan, forward, accept, wait, commit, draft. On a device all but `wait` is launching
+    and host work; `wait` is what is left of the device's."""
+    exposed: float | None = None
+    """Seconds the device idled before this step for want of host work; None on a CPU, or where it is not known."""
+    graph: bool | None = None
+    """Whether the forward was replayed from a graph; None on a CPU."""
 
 
 class Observer(Protocol):

@@ -13,11 +13,13 @@ from torch import Tensor
 
 def is_chain(parents: Sequence[int]) -> bool:
     """Say whether every node's parent is the node before it."""
-    return all(parent == node - 1 for node, parent in enumerate(parents))
+    return list(parents) == list(range(-1, len(parents) - 1))
 
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Return each node's depth; children of the root have depth 1."""
+    if is_chain(parents):
+        return list(range(1, len(parents) + 1))
     found: list[int] = []
     for parent in parents:
         found.append(1 if parent < 0 else found[parent] + 1)

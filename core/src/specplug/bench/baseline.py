@@ -28,14 +28,25 @@ class TransformersColumn:
     """A loaded transformers model under a label."""
 
     def __init__(
-        self, label: str, model: Any, eos: Sequence[int], *, lookup: int | None = None, assistant: Any = None
+        self,
+        label: str,
+        model: Any,
+        eos: Sequence[int],
+        *,
+        lookup: int | None = None,
+        assistant: Any = None,
+        device: str = "cpu",
     ) -> None:
-        """`lookup`: drafts taken from the prompt; `assistant`: a draft model. Either limits it to batches of one."""
+        """`lookup`: drafts taken from the prompt; `assistant`: a draft model. Either limits it to batches of one.
+
+        `device`: where `model` is.
+        """
         self.label = label
         self._model = model
         self._eos = list(eos)
         self._lookup = lookup
         self._assistant = assistant
+        self._device = device
 
     def cannot(self, size: int) -> str:
         """See `specplug.bench.measure.Column`."""
@@ -49,8 +60,8 @@ class TransformersColumn:
 
         width = max(len(item.ids) for item in items)
         padding = self._eos[0] if self._eos else 0
-        ids = torch.tensor([[padding] * (width - len(item.ids)) + list(item.ids) for item in items])
-        mask = torch.tensor([[0] * (width - len(item.ids)) + [1] * len(item.ids) for item in items])
+        ids = [[padding] * (width - len(item.ids)) + list(item.ids) for item in items]
+        mask = [[0] * (width - len(item.ids)) + [1] * len(item.ids) for item in items]
         ends = [] if sampling.get("ignore_eos") else self._eos
         config = GenerationConfig(
             max_new_tokens=sampling["max_tokens"],
@@ -62,8 +73,8 @@ class TransformersColumn:
         clock = _Clock()
         begin = perf_counter()
         out = self._model.generate(
-            ids,
-            attention_mask=mask,
+            torch.tensor(ids, device=self._device),
+            attention_mask=torch.tensor(mask, device=self._device),
             generation_config=config,
             stopping_criteria=[clock],
             assistant_model=self._assistant,
@@ -103,7 +114,7 @@ def _answer(item: Item, ids: list[int], ends: Sequence[int], clock: _Clock, widt
 
 
 def transformers_columns(
-    target: Target, options: EngineOptions, dtype: str
+    target: Target, options: EngineOptions, dtype: str, device: str = "cpu"
 ) -> tuple[list[TransformersColumn], list[str]]:
     """Load `target`'s checkpoint a second time, in transformers; returns the columns, and what was left out.
 
@@ -111,11 +122,11 @@ def transformers_columns(
     """
     if not target.checkpoint.path:
         raise UserError("--transformers needs the model's folder, and this model has none: leave it out")
-    model = _load(target.checkpoint.path, dtype, options.trust_remote_code)
+    model = _load(target.checkpoint.path, dtype, options.trust_remote_code, device)
     eos = target.eos_ids
     columns = [
-        TransformersColumn("transformers", model, eos),
-        TransformersColumn("transformers-lookup", model, eos, lookup=LOOKUP_TOKENS),
+        TransformersColumn("transformers", model, eos, device=device),
+        TransformersColumn("transformers-lookup", model, eos, lookup=LOOKUP_TOKENS, device=device),
     ]
     draft, why = options.speculative_draft_model_path, ""
     if draft is None:
@@ -123,17 +134,17 @@ def transformers_columns(
     option, revision = "--speculative-draft-model-path", options.speculative_draft_model_revision
     folder = local_model(draft, revision, option=option, needs_tokenizer=False)
     try:
-        assistant = _load(str(folder), dtype, options.trust_remote_code)
+        assistant = _load(str(folder), dtype, options.trust_remote_code, device)
     except UserError as error:
         return columns, [f"transformers-assisted is left out: {error}"]
     if assistant.config.vocab_size != model.config.vocab_size:
         why = f"its vocabulary has {assistant.config.vocab_size} ids, the target's {model.config.vocab_size}"
         return columns, [f"transformers-assisted is left out: {Path(draft).name}: {why}"]
-    columns.append(TransformersColumn("transformers-assisted", model, eos, assistant=assistant))
+    columns.append(TransformersColumn("transformers-assisted", model, eos, assistant=assistant, device=device))
     return columns, []
 
 
-def _load(folder: str, dtype: str, trust_remote_code: bool) -> Any:
+def _load(folder: str, dtype: str, trust_remote_code: bool, device: str) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:
@@ -152,4 +163,4 @@ def _load(folder: str, dtype: str, trust_remote_code: bool) -> Any:
         )
     # Nothing of the checkpoint's own defaults (penalties, sampling) may mix into a greedy comparison.
     model.generation_config = GenerationConfig()
-    return model.eval()
+    return model.eval().to(device)

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specplug.bench.measure import Answer, BatchRun, Sampling
-from specplug.noise import gumbel
+from specplug.runtime.device.noise import gumbel_rows
 from specplug.runtime.engine import Engine
 from specplug.runtime.sampler import processed_logits
 from specplug.sampling import SamplingParams
@@ -119,5 +120,7 @@ def _gap(engine: Engine, answer: Answer, ours: Sequence[int], at: int, sampling:
         engine.step()
     values, params = kept[0], SamplingParams.model_validate(options)
     if not params.greedy:
-        values = processed_logits(values, params) + gumbel(answer.item.seed, 0, len(prefix), "target", len(values))
+        seed, choice, index = torch.tensor([[answer.item.seed], [0], [len(prefix)]], device=engine.run.facts.device)
+        noise = gumbel_rows(seed, choice, index, "target", len(values))[0]
+        values = processed_logits(values, params).to(noise.device) + noise
     return float(values.max() - values[[ours[at], answer.ids[at]]].min())

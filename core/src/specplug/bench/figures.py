@@ -14,10 +14,10 @@ from specplug.bench.floor import Floor
 from specplug.bench.measure import Answer, BatchRun
 from specplug.runtime.ledger import MEANS, Ledger, pooled
 
-STAGES = ("schedule", "plan", "forward", "accept", "commit", "draft", "other")
-"""Host time of a step, in order; ``other`` is what the step's wall time holds beside them."""
+STAGES = ("schedule", "plan", "forward", "accept", "wait", "commit", "draft", "other")
+"""Host time of a step, in order; ``wait`` is for a device, ``other`` what the step's wall time holds beside them."""
 
-_VERIFY = ("plan", "forward", "accept")
+_VERIFY = ("plan", "forward", "accept", "wait")
 
 Figures = dict[str, Any]
 
@@ -99,10 +99,15 @@ def _means(ledgers: Sequence[Ledger]) -> dict[str, float]:
 
 
 def _steps(runs: Sequence[BatchRun], steps: int) -> Figures:
-    """Return host milliseconds per decode step by stage, and the shares of draft, verify and host."""
+    """Return host milliseconds per decode step by stage, the shares of draft, verify and host, and the device's."""
     spent = {stage: sum(run.stages.get(stage, 0.0) for run in runs) for stage in STAGES}
+    graphed = [each for run in runs for each in run.graphed]
+    device: Figures = {
+        "exposed_ms": spread(_ms(seconds) for run in runs for seconds in run.exposed),
+        "graph_share": _ratio(sum(graphed), len(graphed)) if graphed else None,
+    }
     if not any(run.stages for run in runs):
-        return {"count": steps, "ms": None, "time_share": None}
+        return {"count": steps, "ms": None, "time_share": None} | device
     whole = sum(spent.values())
     verify, draft = sum(spent[stage] for stage in _VERIFY), spent["draft"]
     return {
@@ -113,7 +118,7 @@ def _steps(runs: Sequence[BatchRun], steps: int) -> Figures:
             "verify": _ratio(verify, whole),
             "host": _ratio(whole - verify - draft, whole),
         },
-    }
+    } | device
 
 
 def _categories(runs: Sequence[BatchRun], base: Sequence[BatchRun]) -> dict[str, Figures]:

@@ -14,6 +14,8 @@ _CACHES = 64 * 2**20
 """Weights below this many bytes may stay in the processor's caches; memory bandwidth is then no bound."""
 _PROBE = (8192, 8192)
 """Matrix read to measure bandwidth: 256 MiB of float32."""
+_COPIES = 8
+"""Copies in a row of a matrix four times as large, on a device: launching and waiting then do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Floor:
     kv: int
     """Bytes of KV per token of context."""
     bandwidth: float
-    """Bytes per second, measured by multiplying a matrix larger than the caches with a vector."""
+    """Bytes per second, measured: see `bandwidth`."""
 
     def step_seconds(self, rows: float, context: float) -> float:
         """Return the least time of a plain step over `rows` rows of `context` tokens."""
@@ -65,13 +67,30 @@ def weight_bytes(target: Target) -> int:
 
 @torch.inference_mode()
 def bandwidth(device: torch.device, repeat: int = 5) -> float:
-    """Return the bytes per second at which `device` reads a large matrix, the best of `repeat` tries."""
+    """Return the bytes per second at which `device` reads a large matrix, the best of `repeat` tries.
+
+    On a CPU the matrix is multiplied with a vector; on a device it is copied, read and written bytes counted.
+    """
+    if device.type == "cuda":
+        return _copy_bandwidth(device, repeat)
     matrix, vector = torch.ones(_PROBE, device=device), torch.ones(_PROBE[1], device=device)
     best = 0.0
     for _ in range(repeat + 1):  # the first one pays for start-up
         begin = perf_counter()
         torch.mv(matrix, vector)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         best = max(best, matrix.nbytes / (perf_counter() - begin))
+    return best
+
+
+def _copy_bandwidth(device: torch.device, repeat: int) -> float:
+    source = torch.ones(4 * _PROBE[0], _PROBE[1], device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(repeat + 1):  # the first one pays for start-up
+        torch.cuda.synchronize(device)
+        begin = perf_counter()
+        for _ in range(_COPIES):
+            target.copy_(source)
+        torch.cuda.synchronize(device)
+        best = max(best, 2 * _COPIES * source.nbytes / (perf_counter() - begin))
     return best

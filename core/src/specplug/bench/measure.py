@@ -47,12 +47,16 @@ class BatchRun:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     steps: int = 0
-    """Decode steps; the three sums below are over them."""
+    """Decode steps; what follows is over them."""
     rows: int = 0
     width: int = 0
     """Tokens that went through the target, drafts included."""
     stages: dict[str, float] = field(default_factory=dict)
     """Host seconds by stage of `StepStats.seconds`, and ``other``: what is left of a step's wall time."""
+    exposed: list[float] = field(default_factory=list)
+    """Seconds the device idled before a decode step for want of host work; of the steps for which it is known."""
+    graphed: list[bool] = field(default_factory=list)
+    """Whether a decode step's forward was replayed from a graph; empty where there are none."""
     peak_pages: int | None = None
     """Most KV pages held at once."""
 
@@ -158,4 +162,8 @@ def _add(run: BatchRun, stats: StepStats, wall: float) -> None:
     run.width += stats.tokens
     for stage, spent in stats.seconds.items():
         run.stages[stage] = run.stages.get(stage, 0.0) + spent
+    if stats.exposed is not None:
+        run.exposed.append(stats.exposed)
+    if stats.graph is not None:
+        run.graphed.append(stats.graph)
     run.stages["other"] = run.stages.get("other", 0.0) + wall - sum(stats.seconds.values())

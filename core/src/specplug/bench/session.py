@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -33,6 +34,7 @@ from specplug.options import EngineOptions
 from specplug.planning import NONE, Run, plan_run
 from specplug.registry import Registry
 from specplug.runtime.engine import Engine
+from specplug.runtime.memory import device_memory, fair_fraction
 from specplug.sampling import SamplingParams
 from specplug.settings import option_of, validated
 from specplug.spec import Checkpoint
@@ -78,7 +80,8 @@ def run(job: Job, registry: Registry) -> int:
     if load > QUIET_LOAD:
         _say(f"warning: load average {load:.2f} is above {QUIET_LOAD}: timings are not to be trusted")
     used = {run.installed.distribution: run.installed.version for run in runs.values() if run.installed}
-    report: dict[str, Any] = {"host": describe(used), "notes": []}
+    lossy = bool(job.options.lossy)
+    report: dict[str, Any] = {"host": describe(used), "lossy": lossy, "notes": []}
     dtype, device = next(iter(runs.values())).facts.dtype, next(iter(runs.values())).facts.device
     target = load_target(
         Path(checkpoint.path),
@@ -87,22 +90,23 @@ def run(job: Job, registry: Registry) -> int:
         device=device,
         needs_tokenizer=job.random_input is None,
         trust_remote_code=job.options.trust_remote_code,
+        load_format=job.options.load_format,
     )
     sources = job.sources or _random(job, target)
     floor = floor_of(target)
     if isinstance(floor, str):
         out.print(f"floor {floor}", highlight=False)
-    baselines, notes = transformers_columns(target, job.options, dtype) if job.transformers else ([], [])
+    baselines, notes = transformers_columns(target, job.options, dtype, device) if job.transformers else ([], [])
     report["model"] = {"name": job.model, "dtype": dtype, "device": device}
     report["prompts"] = {**job.about, "count": len(sources), "seed": job.seed, "repeat": job.repeat, **job.sampling}
     report["floor"] = floor.report() if isinstance(floor, Floor) else {"unknown": floor}
-    report["columns"] = {label: _described(run) for label, run in runs.items()}
+    report["columns"] = {label: _described(run, job.options) for label, run in runs.items()}
     report["batches"] = []
     faults = 0
     for size in job.sizes:
         at_size = _Size(job, registry, target, sources, size, dtype, sampling.greedy)
         found, texts = at_size.measure(baselines, notes, floor if isinstance(floor, Floor) else None)
-        table.show(out, size, found, texts)
+        table.show(out, size, found, texts, "LOSSY, synthetic acceptance: " if lossy else "")
         for label, text in texts.items():
             found[label]["text"] = text.report()
             faults += text.faults
@@ -114,7 +118,8 @@ def run(job: Job, registry: Registry) -> int:
     if job.json_path is not None:
         _write_json(job.json_path, report)
     if job.plot_path is not None:
-        draw(job.plot_path, f"{job.model}, {dtype}", {each["size"]: each["columns"] for each in report["batches"]})
+        title = f"{job.model}, {dtype}" + (f", {job.options.speculative_acceptance} (lossy)" if lossy else "")
+        draw(job.plot_path, title, {each["size"]: each["columns"] for each in report["batches"]})
     if faults:
         _say(f"error: {faults} answers differ from those of {job.columns[0].label!r} by more than a tie (table: text)")
     return 1 if faults else 0
@@ -132,8 +137,16 @@ def _check_writable(option: str, path: str) -> None:
 def _plan(job: Job, registry: Registry) -> tuple[Checkpoint, dict[str, Run]]:
     """Settle every column, or refuse: nothing is loaded for a comparison that cannot be completed."""
     options = job.options
-    folder = local_model(job.model, options.revision, needs_tokenizer=job.random_input is None)
-    checkpoint = read_checkpoint(str(folder), options.revision, trust_remote_code=options.trust_remote_code)
+    dummy = options.load_format == "dummy"
+    if dummy and job.transformers:
+        raise UserError("--transformers with --load-format dummy: those weights are ours alone: leave one of them out")
+    folder = local_model(job.model, options.revision, needs_tokenizer=job.random_input is None, needs_weights=not dummy)
+    checkpoint = read_checkpoint(
+        str(folder),
+        options.revision,
+        trust_remote_code=options.trust_remote_code,
+        load_format=options.load_format,
+    )
     facts = facts_of(checkpoint, _sized(options, max(job.sizes)))
     runs = {}
     for column in job.columns:
@@ -192,19 +205,19 @@ class _Size:
             notes.append(f"batch {size}: the last {left} prompts are left out, they fill no batch")
         chosen = _sized(job.options, size)
         options = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+        options["max_running_requests"] = chosen.max_running_requests
         with ExitStack() as stack:
-            engines = {
-                column.label: stack.enter_context(
-                    Engine(
-                        self.target,
-                        algorithm=column.algorithm,
-                        config=column.config,
-                        registry=self.registry,
-                        **{**options, "max_running_requests": chosen.max_running_requests},
-                    )
+            engines = {}
+            for at, column in enumerate(job.columns):
+                shared = self._share(len(job.columns) - at)
+                engine = Engine(
+                    self.target,
+                    algorithm=column.algorithm,
+                    config=column.config,
+                    registry=self.registry,
+                    **options | shared,
                 )
-                for column in job.columns
-            }
+                engines[column.label] = stack.enter_context(engine)
             columns: list[Column] = [EngineColumn(label, engine) for label, engine in engines.items()]
             for baseline in baselines:
                 why = baseline.cannot(size)
@@ -232,7 +245,17 @@ class _Size:
                 found[label]["pages"] = engine.pages
         return found, texts
 
+    def _share(self, engines: int) -> dict[str, float]:
+        """Return the option by which the next of `engines` leaves as much of a device's memory to each that follows."""
+        device = next(self.target.model.parameters(), torch.empty(0)).device
+        memory = device_memory(device) if device.type != "cpu" and engines > 1 else None
+        if memory is None:
+            return {}
+        return {"mem_fraction_static": fair_fraction(memory, self.job.options.mem_fraction_static, engines)}
+
     def _not_comparable(self) -> str:
+        if self.job.options.lossy:
+            return "under synthetic acceptance the text means nothing"
         if self.greedy or self.job.options.acceptance == "coupled":
             return ""
         return f"under {self.job.options.acceptance} sampled text depends on the drafts"
@@ -249,9 +272,11 @@ def _progress(what: str, total: int) -> Iterator[Any]:
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
-def _described(run: Run) -> dict[str, Any]:
+def _described(run: Run, options: EngineOptions) -> dict[str, Any]:
     plan = run.plan
     return {
+        "lossy": bool(options.lossy and plan and plan.nodes),
+        "acceptance": options.speculative_acceptance,
         "algorithm": run.algorithm,
         "distribution": run.installed.distribution if run.installed else None,
         "version": run.installed.version if run.installed else None,

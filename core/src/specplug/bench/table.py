@@ -22,8 +22,8 @@ def console(stderr: bool) -> Console:
     return found if found.is_terminal else Console(stderr=stderr, width=_WIDTH)
 
 
-def show(out: Console, size: int, columns: Mapping[str, Figures], texts: Mapping[str, Any]) -> None:
-    """Print the tables of one batch size. `texts`: each column's `TextCheck`."""
+def show(out: Console, size: int, columns: Mapping[str, Figures], texts: Mapping[str, Any], label: str = "") -> None:
+    """Print the tables of one batch size. `texts`: each column's `TextCheck`; `label`: said in their titles."""
     base = next(iter(columns))
     for table in (
         _speeds(size, base, columns, texts),
@@ -32,6 +32,7 @@ def show(out: Console, size: int, columns: Mapping[str, Figures], texts: Mapping
         _categories(base, columns),
     ):
         if table is not None:
+            table.title = f"{label}{table.title}"
             out.print(table)
 
 
@@ -96,20 +97,30 @@ def _host(columns: Mapping[str, Figures]) -> Table | None:
     if not found:
         return None
     shares = ("draft", "verify", "host")
-    heads = ("steps", "rows", "width", *STAGES, *(f"{share} %" for share in shares), "peak pages")
-    table = _table("decode steps: rows and tokens per forward, milliseconds by stage", "column", *heads)
-    for label, column in found.items():
-        steps = column["steps"]
+    steps = [column["steps"] for column in found.values()]
+    device = any(each[name] is not None for each in steps for name in ("exposed_ms", "graph_share"))
+    heads = ("steps", "rows", "width", *STAGES, *(f"{share} %" for share in shares))
+    heads = (*heads, *(("exposed", "graph %") if device else ()), "peak pages")
+    title = "decode steps: rows and tokens per forward, host milliseconds by stage"
+    table = _table(title + ("; exposed: device idle before a step" if device else ""), "column", *heads)
+    for (label, column), each in zip(found.items(), steps, strict=True):
         table.add_row(
             label,
-            str(steps["count"]),
-            f"{steps['rows']:.2f}",
-            f"{steps['width']:.2f}",
-            *(f"{steps['ms'][stage]:.3f}" for stage in STAGES),
-            *(f"{100 * steps['time_share'][share]:.1f}" for share in shares),
+            str(each["count"]),
+            f"{each['rows']:.2f}",
+            f"{each['width']:.2f}",
+            *(f"{each['ms'][stage]:.3f}" for stage in STAGES),
+            *(f"{100 * each['time_share'][share]:.1f}" for share in shares),
+            *(_on_device(each) if device else ()),
             f"{column['peak_pages']}/{column['pages']}",
         )
     return table
+
+
+def _on_device(steps: Figures) -> tuple[str, str]:
+    """Return the median of the device's idle milliseconds before a step, and the percentage of replayed steps."""
+    share = steps["graph_share"]
+    return _median(steps["exposed_ms"], ".3f"), "-" if share is None else f"{100 * share:.0f}"
 
 
 def _categories(base: str, columns: Mapping[str, Figures]) -> Table | None:

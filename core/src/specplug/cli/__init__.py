@@ -11,6 +11,7 @@ import typer
 from typer import TyperException
 
 from specplug.errors import DrafterFailedError, UserError
+from specplug.runtime.progress import printed
 
 if TYPE_CHECKING:
     from specplug.registry import Registry
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(args)
+        with printed():
+            return _run(args)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

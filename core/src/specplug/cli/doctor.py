@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specplug.cli.flags import speculative_command
+from specplug.cli.memory import estimate_memory, graphs_of
 from specplug.errors import RefusedError, UserError
 from specplug.names import fold
 from specplug.options import EngineOptions
 from specplug.planning import NONE, Run, plan_run
 from specplug.resolve import resolve
+from specplug.runtime.memory import device_memory
 from specplug.settings import flag
 from specplug.spec import Facts
 
@@ -26,6 +28,7 @@ def diagnose(
     Without `model` only the name is checked, on empty facts.
     """
     report: dict[str, Any] = {"word": word, "model": model, "usable": False, "trace": [], "warnings": []}
+    report["lossy"] = bool(options.lossy)
     try:
         if model is None:
             resolution = resolve(registry, word, Facts.empty())
@@ -37,7 +40,9 @@ def diagnose(
         else:
             from specplug.facts import build_facts  # reads checkpoints, and may import torch
 
-            report |= _settled(plan_run(registry, word, given, build_facts(model, options)))
+            run = plan_run(registry, word, given, build_facts(model, options, elsewhere=True))
+            report |= _settled(run)
+            report |= _placed(run, options)
         report["usable"] = True
     except UserError as error:
         report["error"] = str(error)
@@ -60,6 +65,32 @@ def _settled(run: Run) -> dict[str, Any]:
     return found
 
 
+def _placed(run: Run, options: EngineOptions) -> dict[str, Any]:
+    """Return where the run would go and what it would take there; ``about`` is the same in words.
+
+    Raises the UserError with which the start would refuse its sizes.
+    """
+    facts = run.facts
+    on_device = facts.device != "cpu"
+    memory = device_memory(facts.device) if on_device else None
+    found = estimate_memory(run, options, memory)
+    graphs = graphs_of(run, options)
+    absent = on_device and memory is None
+    return {
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "attention_backend": facts.attention_backend,
+        "graphs": graphs,
+        "memory": found.to_dict(),
+        "about": [
+            f"device {facts.device}{' (not on this machine)' if absent else ''}, {facts.dtype}, "
+            f"attention {facts.attention_backend}",
+            *(f"graphs of the {part}: {words}" for part, words in graphs.items()),
+            *found.lines("not known: the device is not here" if absent else "not known before loading"),
+        ],
+    }
+
+
 def register(app: typer.Typer, registry: "Registry") -> None:
     """Add the command to `app`."""
 
@@ -80,14 +111,15 @@ def register(app: typer.Typer, registry: "Registry") -> None:
         if name is None and algorithm == NONE and model is None:
             raise UserError("NAME is missing: give an algorithm, or --model-path to check a model alone")
         word = _word(name, algorithm)
-        known = registry.warnings  # said before; a hook that fails on the way adds to them
+        known = [*registry.warnings, *filter(None, [options.lossy])]  # said before; a hook that fails adds to them
         report = diagnose(registry, word, model, options, given)
         new = [warning for warning in registry.warnings if warning not in known] + report["warnings"]
+        about = report.pop("about", [])
         if as_json:
             report["warnings"] = [*known, *new]
             typer.echo(json.dumps(report, indent=2, default=str))
             raise typer.Exit(0 if report["usable"] else 2)
-        for line in report["trace"]:
+        for line in (*report["trace"], *about):
             typer.echo(line)
         for warning in new:
             typer.echo(f"warning: {warning}", err=True)

@@ -107,8 +107,9 @@ def speculative_command(
             model = _model(values.pop("model"), values.pop("model_path"), optional)
             options = _engine_options(values)
             algorithm, given = _speculation(registry, values)
-            for warning in registry.warnings:
-                typer.echo(f"warning: {warning}", err=True)
+            for warning in (*registry.warnings, options.lossy):
+                if warning:
+                    typer.echo(f"warning: {warning}", err=True)
             return fn(model=model, options=options, algorithm=algorithm, given=given, **values)
 
         params: list[inspect.Parameter] = []

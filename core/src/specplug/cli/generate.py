@@ -156,6 +156,8 @@ def _answer_all(engine: "Engine", conversations: list[Conversation], params: Any
                     "seed": result.seed,
                     "ledger": result.ledger,
                 }
+                if engine.options.lossy:
+                    line["lossy"] = True
                 if result.logprobs is not None:
                     line["logprobs"] = [_entry(entry) for entry in result.logprobs]
                 print(json.dumps(line), flush=True)

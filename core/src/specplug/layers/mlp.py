@@ -4,7 +4,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specplug.layers import fused
 from specplug.layers.linear import FusedLinear, Linear
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` [*, n] for `gate_up` [*, 2 n], gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate_up.is_contiguous() and fused.fits(gate):
+        return fused.silu_and_mul(gate_up)
+    return F.silu(gate) * up
 
 
 class GatedMLP(nn.Module):
@@ -26,6 +35,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(width, hidden, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [T, H] for `x` [T, H]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        """Return [*, H] for `x` [*, H]."""
+        return self.down_proj(silu_and_mul(self.gate_up(x)))  # type: ignore[no-any-return]

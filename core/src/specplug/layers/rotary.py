@@ -1,11 +1,16 @@
 """Rotary position embedding, with the frequency scalings of the Llama family."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specplug.layers import fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,38 @@ class Rotary(nn.Module):
         """Return (cos, sin), [T, 1, head_dim / 2] each in `dtype`, for `positions` int64 [T].
 
         Compute once per step and pass to `apply_rotary` in every layer. A position outside the table
-        is an IndexError on CPU.
+        is an IndexError on CPU; on CUDA it counts as the nearest one inside.
         """
-        cos, sin = self.table[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = F.embedding(self._inside(positions), self.table).to(dtype).unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """Return what turns queries and keys in `dtype` at `positions` int64 [T], as `forward` does."""
+        return Angles(self, self._inside(positions), dtype)
+
+    def _inside(self, positions: Tensor) -> Tensor:
+        # Cheaper than what a kernel that reads beyond the table does: an assertion there ends the process.
+        return positions.clamp(0, self.max_position - 1) if positions.is_cuda else positions
+
+
+class Angles:
+    """The angles of one step's tokens. Made once per forward by `Rotary.angles`, used in every layer."""
+
+    def __init__(self, rotary: Rotary, positions: Tensor, dtype: torch.dtype) -> None:
+        self._rotary = rotary
+        self._positions = positions
+        self._dtype = dtype
+        self._cos_sin: tuple[Tensor, Tensor] | None = None
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Return `x` [T, heads, head_dim] rotated as `apply_rotary` does; `x` is overwritten where a kernel does it.
+
+        The kernel multiplies in float32 and rounds once, where torch rounds cosine, sine and each product. Give it
+        queries and keys side by side: one pass over both, and no copy of a view of the fused projection's output.
+        """
+        if x.dtype == self._dtype and x.shape[-1] == self._rotary.table.shape[-1] and fused.fits_rotary(x):
+            fused.rotate_(x, self._rotary.table, self._positions)
+            return x
+        if self._cos_sin is None:
+            self._cos_sin = self._rotary(self._positions, self._dtype)
+        return apply_rotary(x, *self._cos_sin)

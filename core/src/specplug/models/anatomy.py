@@ -36,10 +36,11 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def head_logits(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Return float32 [*, V] of final hidden states [*, H], by a head of `head_of`."""
-    out = head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False)
-    return out.logits.float().view(*hidden.shape[:-1], out.logits.shape[-1])  # type: ignore[no-any-return]
+def head_logits(head: nn.Module, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return float32 [*, V] of final hidden states [*, H], by a head of `head_of`; in `out` where given."""
+    answer = head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False)
+    logits: Tensor = answer.logits.view(*hidden.shape[:-1], answer.logits.shape[-1])
+    return logits.float() if out is None else out.copy_(logits)
 
 
 def check_head(who: str, head: nn.Module, hidden: Tensor, whole: Callable[[], Tensor]) -> int:

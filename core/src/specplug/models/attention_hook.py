@@ -120,7 +120,7 @@ class Probe:
         if not q.shape[2] == k.shape[2] == v.shape[2] or q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
             raise self._refusal(f"attends with shapes {[list(part.shape) for part in (q, k, v)]}")
         window = self._window(mask) if self._masks else None
-        self.calls.append(Call(module, q, k, v, KVGeometry(k.shape[1], k.shape[3], v.shape[3], window)))
+        self.calls.append(Call(module, q, k, v, KVGeometry(k.shape[1], k.shape[3], v.shape[3], window, q.shape[1])))
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
     def uses(self) -> tuple[tuple[KVGeometry, ...], dict[nn.Module, KVUse]]:
@@ -135,7 +135,7 @@ class Probe:
                 layers.append(call.geometry)
                 owners.append(call)
             elif call.geometry != layers[owner] or not _same(call.v, owners[owner].v):
-                raise self._refusal("has layers that share keys but not values or window")
+                raise self._refusal("has layers that share keys but not values, window or heads")
             else:
                 uses[call.module] = KVUse(owner, writes=False)
         return tuple(layers), uses
@@ -189,7 +189,16 @@ def _changes_nothing(name: str, value: Any) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
+    """Whether two tensors are one; known on the meta device too, where addresses are all alike."""
+    if one is other:
+        return True
+    if one.is_meta:
+        return (
+            one.untyped_storage()._cdata == other.untyped_storage()._cdata
+            and one.storage_offset() == other.storage_offset()
+            and one.shape == other.shape
+        )
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 AttentionInterface.register(PAGED, _attention)

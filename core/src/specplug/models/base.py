@@ -20,6 +20,8 @@ class KVGeometry:
     k_dim: int
     v_dim: int
     window: int | None = None
+    q_heads: int = 0
+    """Query heads that read it; a backend that plans ahead needs them. 0: not known before the first query."""
 
 
 class AttentionStep(Protocol):
@@ -73,8 +75,8 @@ class TargetModel(nn.Module):
         """Return the hidden states after the final norm [T, H], and the taps asked for, [T, H] each."""
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [*, V] of final hidden states [*, H]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [*, V] of final hidden states [*, H], written to `out` where it is given."""
 
     def part(self, name: str) -> nn.Module:
         """Return the module ``embed_tokens``, ``lm_head`` or ``rope`` for a drafter to share."""

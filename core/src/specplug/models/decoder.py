@@ -1,12 +1,12 @@
 """One configurable decoder for the Llama family: Llama, Mistral, Qwen2, Qwen3 and their relatives."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from specplug.layers import Embedding, FusedLinear, GatedMLP, Linear, RMSNorm, Rotary, RotaryScaling, apply_rotary
+from specplug.layers import Angles, Embedding, FusedLinear, GatedMLP, Linear, RMSNorm, Rotary, RotaryScaling, fused
 from specplug.models.base import AttentionStep, ForwardBatch, KVGeometry, TargetModel
 from specplug.models.family import DecoderConfig, Rope, decoder_config
 
@@ -34,15 +34,16 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, sizes.norm_eps, dtype=dtype, device=device)
             self.k_norm = RMSNorm(self.head_dim, sizes.norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionStep) -> Tensor:
-        """Return [T, H] for `x` [T, H]; `cos` and `sin` are `Rotary`'s for the step."""
+    def forward(self, x: Tensor, angles: Angles, attention: AttentionStep) -> Tensor:
+        """Return [T, H] for `x` [T, H]; `angles` are `Rotary`'s for the step."""
         tokens = x.shape[0]
+        # Queries, keys and values stay views of one product: nothing below copies them.
         qkv = self.qkv(x).view(tokens, self.heads + 2 * self.kv_heads, self.head_dim)
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), dim=1)
-        # Queries and keys turn alike: one pass over both.
-        qk = apply_rotary(qk, cos, sin)
+            for norm, part in ((self.q_norm, qk[:, : self.heads]), (self.k_norm, qk[:, self.heads :])):
+                norm(part, out=part)
+        qk = angles.turn(qk)
         attended = attention.attend(self.layer, qk[:, : self.heads], qk[:, self.heads :], v)
         return self.o_proj(attended.reshape(tokens, -1))  # type: ignore[no-any-return]
 
@@ -58,10 +59,21 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.mlp = GatedMLP(hidden, sizes.intermediate_size, bias=sizes.mlp_bias, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionStep) -> Tensor:
-        """Return the residual stream [T, H] after this layer. `hidden` is not changed: it may be a tap."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the layer's normalised input and the residual stream that it comes from, [T, H] each.
+
+        The stream is the sum of the arguments, both from the layer below (`residual` None: `x` alone). They may be
+        overwritten.
+        """
+        return self.input_layernorm.add(x, residual)
+
+    def forward(self, x: Tensor, residual: Tensor, angles: Angles, attention: AttentionStep) -> tuple[Tensor, Tensor]:
+        """Return two tensors [T, H] whose sum is the residual stream after this layer, for the next one's `enter`.
+
+        `x` and `residual` are what `enter` returned; they may be overwritten.
+        """
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, angles, attention), residual)
+        return self.mlp(x), residual
 
 
 class Decoder(TargetModel):
@@ -85,7 +97,7 @@ class Decoder(TargetModel):
         self.vocab_size, self.hidden_size = sizes.vocab_size, sizes.hidden_size
         self.max_position = sizes.max_position if max_position is None else max_position
         self.kv_layers = tuple(
-            KVGeometry(sizes.kv_heads, sizes.head_dim, sizes.head_dim, window) for window in sizes.windows
+            KVGeometry(sizes.kv_heads, sizes.head_dim, sizes.head_dim, window, sizes.heads) for window in sizes.windows
         )
         self.embed_tokens = Embedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -107,22 +119,25 @@ class Decoder(TargetModel):
         """
         wanted = {tap.at for tap in batch.taps}
         at: dict[int | str, Tensor] = {}
-        hidden = self.embed_tokens(batch.tokens)
-        cos, sin = self.rope(batch.positions, hidden.dtype)
-        for boundary, layer in enumerate(self.layers):
+        x, residual = self.embed_tokens(batch.tokens), None
+        angles = self.rope.angles(batch.positions, x.dtype)
+        for boundary, layer in enumerate(cast(Iterable[DecoderLayer], self.layers)):
+            x, residual = layer.enter(x, residual)
             if boundary in wanted:
-                at[boundary] = hidden
-            hidden = layer(hidden, cos, sin, batch.attention)
-        at[len(self.layers)] = hidden
-        at["final_norm"] = final = self.norm(hidden)
+                # The fused kernels go on in place.
+                at[boundary] = residual.clone() if fused.fits(residual) else residual
+            x, residual = layer(x, residual, angles, batch.attention)
+        final, at[len(self.layers)] = self.norm.add(x, residual)
+        at["final_norm"] = final
         if not wanted <= at.keys():
             unknown = sorted(map(str, wanted - at.keys()))
             raise ValueError(f"taps {unknown}: this model has the boundaries 0 to {len(self.layers)} and 'final_norm'")
         return final, tuple(at[tap.at] for tap in batch.taps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [*, V] for `hidden` [*, H], states after the final norm."""
-        return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 [*, V] for `hidden` [*, H], states after the final norm; in `out` where given."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.float() if out is None else out.copy_(logits)
 
     def part(self, name: str) -> nn.Module:
         """Return ``embed_tokens`` (`Embedding`), ``lm_head`` (`Linear`) or ``rope`` (`Rotary`), shared."""

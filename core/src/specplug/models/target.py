@@ -7,13 +7,16 @@ from typing import Any
 import torch
 
 from specplug.errors import UserError
+from specplug.facts import LoadFormat
 from specplug.models.base import TargetModel
 from specplug.models.decoder import Decoder, stored_name
 from specplug.models.family import is_covered
 from specplug.models.store import TOKENIZER_FILES, reason
-from specplug.models.weights import fill_module, iterate_weights
+from specplug.models.weights import fill_dummy, fill_module, iterate_weights
 from specplug.spec import Checkpoint
 
+DUMMY_SEED = 0
+"""Of every target's dummy weights."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -38,23 +41,53 @@ def load_target(
     max_position: int | None = None,
     needs_tokenizer: bool = True,
     trust_remote_code: bool = False,
+    load_format: LoadFormat = "auto",
 ) -> Target:
     """Load the model in `folder`, whose facts are `checkpoint`.
 
-    `dtype` may be its word, as in `Facts`. `max_position` bounds the positions it can be run at.
+    `dtype` may be its word, as in `Facts`. `max_position` bounds the positions it can be run at. Under
+    `load_format` ``dummy`` the weights are random, made on the device: ``config.json`` alone is needed, weights in
+    the folder are not read, and a tokenizer is used where there is one.
     Everything that does not fit is a `UserError`, found before weights are read where possible.
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     assert isinstance(dtype, torch.dtype)
-    tokenizer = _tokenizer(folder, needs_tokenizer, trust_remote_code)
+    dummy = load_format == "dummy"
+    tokenizer = _tokenizer(folder, needs_tokenizer and not dummy, trust_remote_code)
+    model = load_model(
+        folder,
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        max_position=max_position,
+        trust_remote_code=trust_remote_code,
+        dummy_seed=DUMMY_SEED if dummy else None,
+    )
+    return Target(model, tokenizer, checkpoint, eos_ids(checkpoint, tokenizer))
+
+
+def load_model(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_position: int | None = None,
+    trust_remote_code: bool = False,
+    dummy_seed: int | None = None,
+) -> TargetModel:
+    """Load the model alone, as `load_target` does. With `dummy_seed` its weights are random and none is read."""
     config = dict(checkpoint.config)
-    if config.get("tie_word_embeddings") and _holds_two_heads(folder, checkpoint):
+    if dummy_seed is None and config.get("tie_word_embeddings") and _holds_two_heads(folder, checkpoint):
         config["tie_word_embeddings"] = False
     model: TargetModel
     if is_covered(config):
         model = Decoder(config, dtype=dtype, device=device, max_position=max_position)
-        fill_module(model, folder, stored_name)
+        if dummy_seed is not None:
+            fill_dummy(model, dummy_seed)
+        else:
+            fill_module(model, folder, stored_name)
     else:
         from specplug.models.transformers import load_transformers
 
@@ -65,8 +98,9 @@ def load_target(
             device=device,
             max_position=max_position,
             trust_remote_code=trust_remote_code,
+            dummy_seed=dummy_seed,
         )
-    return Target(model.eval(), tokenizer, checkpoint, eos_ids(checkpoint, tokenizer))
+    return model.eval()
 
 
 def eos_ids(checkpoint: Checkpoint, tokenizer: Any | None) -> tuple[int, ...]:

@@ -45,11 +45,14 @@ from specplug.models.attention_hook import (
 from specplug.models.base import ForwardBatch, TargetModel
 from specplug.models.family import FAMILIES, refuse_quantized
 from specplug.models.recurrent import NO_LIMIT, RecurrentTarget, check_recurrent, keeps_state
+from specplug.models.shape import grouped
 from specplug.models.store import reason
-from specplug.spec import TapRequest
+from specplug.spec import ModelShape, TapRequest
 
 _log = logging.getLogger(__name__)
 _LISTED = 4
+_FITS = 4 * 2**30
+"""Bytes of a model that is filled with zeros on the host for a look at its layers, where the meta device fails."""
 
 
 @dataclass(slots=True)
@@ -86,9 +89,9 @@ class TransformersTarget(TargetModel):
             at["final_norm"] = final = self._run(batch.tokens, batch.positions, step)
         return final, tuple(at[tap.at] for tap in batch.taps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [*, V] for `hidden` [*, H]; scaling and soft-capping of the model's head included."""
-        return head_logits(self._parts.head, hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 [*, V] for `hidden` [*, H], in `out` where given: all that the model's head does."""
+        return head_logits(self._parts.head, hidden, out)
 
     def part(self, name: str) -> nn.Module:
         """Return ``embed_tokens`` (scaled, where the model scales) or ``lm_head`` (the linear map alone), shared."""
@@ -189,6 +192,46 @@ def check_config(folder: Path | str, *, trust_remote_code: bool = False) -> Runn
 
     What only shows in numbers (masks, state beside attention) is refused once the weights are there.
     """
+    return _probed(folder, trust_remote_code).runnable
+
+
+def shape_of(folder: Path | str, *, trust_remote_code: bool = False) -> ModelShape:
+    """Return the shape of the model in `folder`, or refuse it by name; no weight is read.
+
+    Windows are not known before the weights are there, and given as none.
+    """
+    found = _probed(folder, trust_remote_code)
+    who, text = type(found.model).__name__, found.model.config.get_text_config()
+    if found.runnable.recurrent:
+        raise refusal(who, "as a draft: its recurrent state cannot be taken back")
+    probe, hidden = found.probe, found.hidden
+    if hidden is None and sum(part.nbytes for part in found.model.state_dict().values()) <= _FITS:
+        model = found.model.to_empty(device="cpu")
+        for part in (*model.parameters(), *model.buffers()):
+            part.detach().zero_()
+        probe, hidden = _run_over_zeros(model, who)
+    if probe is None or hidden is None:
+        raise refusal(who, "as a draft: what KV its layers keep does not show without its weights")
+    layers, _ = probe.uses()
+    return ModelShape(
+        hidden_size=hidden.shape[-1],
+        vocab_size=text.vocab_size,
+        max_position=found.runnable.most_positions,
+        kv=grouped(layers),
+    )
+
+
+class _Probed(NamedTuple):
+    """A model on the meta device, and what a run of it over two tokens showed."""
+
+    model: PreTrainedModel
+    runnable: Runnable
+    probe: Probe | None
+    hidden: Tensor | None
+    """Of the last layer; None where the model stopped on its way, because it looks at numbers."""
+
+
+def _probed(folder: Path | str, trust_remote_code: bool) -> _Probed:
     config, who = _config(folder, trust_remote_code)
     refuse_quantized(config.to_dict())
     try:
@@ -200,20 +243,31 @@ def check_config(folder: Path | str, *, trust_remote_code: bool = False) -> Runn
         raise _unknown(who, f"as a causal language model transformers knows {type(model).__name__}")
     if keeps_state(model):
         check_recurrent(model)
-        return Runnable(most_positions(config, NO_LIMIT), recurrent=True)
+        return _Probed(model, Runnable(most_positions(config, NO_LIMIT), recurrent=True), None, None)
     if not model._supports_attention_backend:
         raise refusal(who, "transformers does not let it run with another attention function")
     model.set_attn_implementation(PAGED)
-    ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")
-    # Models that look at the numbers on their way stop here; the attention layers before have been asked by then.
+    probe, hidden = _run_over_zeros(model, who)
+    return _Probed(model, Runnable(most_positions(config), recurrent=False), probe, hidden)
+
+
+def _run_over_zeros(model: PreTrainedModel, who: str) -> tuple[Probe, Tensor | None]:
+    """Run two tokens; returns what the layers asked for, and the last one's states.
+
+    Models that look at the numbers on their way stop on the meta device, and their states are None; the attention
+    layers before have been asked by then.
+    """
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    probe, hidden = Probe(who, masks=False), None
     try:
         with torch.inference_mode(), contextlib.suppress(*MISFITS):
-            model.get_submodule(base_name(model))(
-                input_ids=ids, position_ids=ids, use_cache=False, **{STEP: Probe(who, masks=False)}
+            out = model.get_submodule(base_name(model))(
+                input_ids=ids, position_ids=ids, use_cache=False, **{STEP: probe}
             )
+            hidden = out.last_hidden_state
     except StepLostError:
         raise _step_lost(who) from None
-    return Runnable(most_positions(config), recurrent=False)
+    return probe, hidden
 
 
 def load_transformers(
@@ -224,11 +278,23 @@ def load_transformers(
     device: torch.device | str,
     max_position: int | None = None,
     trust_remote_code: bool = False,
+    dummy_seed: int | None = None,
 ) -> TransformersTarget | RecurrentTarget:
-    """Load the model in `folder`, whose ``config.json`` is `config`.
+    """Load the model in `folder`, whose ``config.json`` is `config`. With `dummy_seed` no weight is read.
 
     A tensor missing or of another shape, and a model that cannot be run right either way, is a `UserError`.
     """
+    if dummy_seed is None:
+        # To the host first, then over tensor by tensor: loading to a device at once takes a package more.
+        model = _stored(folder, dtype, trust_remote_code).to(device)
+    else:
+        model = _made_up(folder, dtype, torch.device(device), trust_remote_code, dummy_seed)
+    way = RecurrentTarget if keeps_state(model) else TransformersTarget
+    return way(model, config, max_position=max_position)
+
+
+def _stored(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model with the weights in `folder`, on the CPU."""
     try:
         with _quiet():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -247,8 +313,24 @@ def load_transformers(
             f"{', '.join(missing[:_LISTED])}{more}"
         )
     _tell_unread(folder, report["unexpected_keys"])
-    way = RecurrentTarget if keeps_state(model) else TransformersTarget
-    return way(model.to(device), config, max_position=max_position)
+    return model
+
+
+def _made_up(
+    folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, seed: int
+) -> PreTrainedModel:
+    """Return the model on `device` with weights as its own class initialises them: it knows what keeps them finite."""
+    config, who = _config(folder, trust_remote_code)
+    forked = [device] if device.type == "cuda" else []
+    try:
+        # Initialisers draw from the global generators, which the fork puts back.
+        with torch.random.fork_rng(forked), torch.device(device), _quiet():
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except torch.OutOfMemoryError:  # a RuntimeError, and no misfit
+        raise
+    except MISFITS as error:
+        raise _unknown(who, reason(error)) from error
 
 
 def _decoder_layers(model: nn.Module, who: str, attending: list[nn.Module]) -> nn.ModuleList:

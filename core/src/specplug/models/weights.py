@@ -14,6 +14,8 @@ from specplug.layers import FusedLinear
 
 _log = logging.getLogger(__name__)
 _LISTED = 8
+_DUMMY_STD = 0.02
+"""Spread of dummy weights, as models are initialised: activations neither vanish nor overflow."""
 
 
 def iterate_weights(
@@ -90,6 +92,26 @@ def fill_module(
     for start, count in sorted(unread.items()):
         _log.warning("%s: %d tensors under %s* left unread, no module of the model owns them", folder, count, start)
     return dict(unread)
+
+
+def fill_dummy(module: nn.Module, seed: int) -> None:
+    """Fill every destination of `module` with seeded values on its own device; no file is read.
+
+    Tensors of one dimension scale by 1 (norms) or, called ``bias``, are 0; any other floating tensor is normal with
+    standard deviation 0.02; whole numbers (vocabulary maps) and flags are 0. The same seed gives the same values on
+    the same kind of device.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for name, tensor in destinations(module).items():
+            if not tensor.is_floating_point() or name.rpartition(".")[2] == "bias":
+                tensor.zero_()
+            elif tensor.dim() < 2:
+                tensor.fill_(1.0)
+            else:
+                if tensor.device not in generators:
+                    generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+                tensor.normal_(0.0, _DUMMY_STD, generator=generators[tensor.device])
 
 
 def _read(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:

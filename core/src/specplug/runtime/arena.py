@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from specplug.runtime.draft_kv import PagedView, PartView
+from specplug.drafter import KVView
+from specplug.runtime.draft_kv import PartView
 from specplug.spec import DraftPlan
 
 
@@ -21,7 +22,7 @@ class DraftArena:
         slots: int,
         device: torch.device,
         owner: str,
-        draft_kv: PagedView | PartView | None = None,
+        draft_kv: KVView | None = None,
     ) -> None:
         """`draft_kv`: the plan's own KV layers, if it has any; `owner`: who is named in errors."""
         self._plan = plan
@@ -49,7 +50,7 @@ class DraftArena:
             return self._parent.per_slot(self._prefix + name, shape, dtype)
         return self._keep(name, torch.zeros((self._slots + 1, *shape), dtype=dtype, device=self._device))
 
-    def draft_kv(self) -> PagedView | PartView:
+    def draft_kv(self) -> KVView:
         """See `specplug.Arena`."""
         if self._draft_kv is None:
             raise RuntimeError(f"{self._owner}: its plan declares no KV layers (DraftPlan.kv)")

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from specplug.accept import Rule
-from specplug.drafter import Drafter, StepView
+from specplug.drafter import Drafter, KVView, StepView
+from specplug.errors import UserError
 from specplug.models.base import TargetModel
-from specplug.models.weights import fill_module, iterate_weights
+from specplug.models.draft import DraftModel
+from specplug.models.target import load_model
+from specplug.models.weights import fill_dummy, fill_module, iterate_weights
 from specplug.planning import run_of
 from specplug.proposal import step_noise
-from specplug.runtime.draft_kv import PagedView, PartView
+from specplug.runtime.draft_kv import PartView
 from specplug.spec import (
     Capabilities,
+    Checkpoint,
     Facts,
     Parallel,
     SpecConfig,
@@ -26,6 +31,9 @@ from specplug.spec import (
 
 if TYPE_CHECKING:
     from specplug.runtime.part import Part
+
+
+_DUMMY_SEED = 1  # another one than the target's, or a draft of its shape would be right every time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,8 @@ class EngineContext:
     parallel: Parallel = field(default_factory=Parallel)
     rule: Rule = "coupled"
     """The acceptance rule: what proposals record depends on it."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """``dummy``: the draft's weights are random and no file of it is read."""
     parts: list[Part] = field(default_factory=list)
     """Drafters that this one's drafter has built, in order."""
 
@@ -55,14 +65,38 @@ class EngineContext:
         prefix: str = "",
     ) -> None:
         """See `specplug.DraftContext`."""
+        if which == "draft" and self.load_format == "dummy":
+            fill_dummy(module, _DUMMY_SEED)
+            return
         # A draft's file is the drafter's own: what it does not use was misread. A target's holds much else.
         fill_module(module, self._folder(which), rename, prefix, strict=which == "draft")
 
+    def model(self, which: Literal["draft", "target"]) -> DraftModel:
+        """See `specplug.DraftContext`."""
+        folder = self._folder(which)
+        dummy = which == "draft" and self.load_format == "dummy"
+        try:
+            model = load_model(
+                Path(folder),
+                self._checkpoint(which),
+                dtype=self.dtype,
+                device=self.device,
+                dummy_seed=_DUMMY_SEED if dummy else None,
+            )
+        except UserError as error:
+            if which == "target":
+                raise
+            raise UserError(f"--speculative-draft-model-path {folder}: {error}") from error
+        return DraftModel(model.requires_grad_(False))
+
     def _folder(self, which: Literal["draft", "target"]) -> str:
+        return self._checkpoint(which).path
+
+    def _checkpoint(self, which: Literal["draft", "target"]) -> Checkpoint:
         checkpoint = self.facts.draft if which == "draft" else self.facts.target
         if checkpoint is None or not checkpoint.path:
             raise RuntimeError(f"this run has no {which} checkpoint to read weights from")
-        return checkpoint.path
+        return checkpoint
 
     def noise(self, step: StepView, depth: int, stream: Literal["target", "draft"] = "draft") -> Tensor:
         """See `specplug.DraftContext`."""
@@ -82,7 +116,7 @@ class EngineContext:
 class GrantedTarget:
     """The `TargetView` of a run: parts that the plan asked for, and no others."""
 
-    def __init__(self, model: TargetModel, needs: Capabilities, kv: PagedView | PartView) -> None:
+    def __init__(self, model: TargetModel, needs: Capabilities, kv: KVView) -> None:
         self.config: Mapping[str, Any] = model.config
         self.needs = needs
         self._model = model
@@ -98,7 +132,7 @@ class GrantedTarget:
             raise RuntimeError(f"the plan's needs.borrows has no {part!r}: {sorted(self.needs.borrows)}")
         return self._model.part(part)
 
-    def kv(self) -> PagedView | PartView:
+    def kv(self) -> KVView:
         """See `specplug.TargetView`."""
         if "reads_target" not in self.needs.draft_kv:
             raise RuntimeError("the plan's needs.draft_kv has no 'reads_target'")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specplug.drafter import KVView
 from specplug.models.base import KVGeometry
 from specplug.runtime.attention.torch import AttentionRow, RowPlan
 from specplug.runtime.kv import KVPool, PagePool
@@ -45,21 +46,11 @@ class Pattern:
     offset: int
 
 
-class PagedView:
-    """The `KVView` over one pool. Patterns are planned once a step, when first used."""
+class Patterns:
+    """What every `KVView` knows of the ways to read that it was told."""
 
-    def __init__(self, pool: KVPool, pages: PagePool, *, writable: bool) -> None:
-        self._pool = pool
-        self._pages = pages
-        self._writable = writable
+    def __init__(self) -> None:
         self._patterns: dict[str, Pattern] = {}
-        self._plans: dict[str, RowPlan] = {}
-        self._step: StepRows | None = None
-
-    def begin(self, step: StepRows) -> None:
-        """Take over the rows of a new step. Called by the engine before `ingest`."""
-        self._step = step
-        self._plans.clear()
 
     def pattern(
         self,
@@ -79,6 +70,30 @@ class PagedView:
         self._patterns[name] = Pattern(name, q_len, mask, window, offset)
         return self._patterns[name]
 
+    def _check(self, pattern: Pattern, visible: Tensor | None) -> None:
+        """Raise ValueError for a pattern that is not this view's, or that `visible` does not belong to."""
+        if (pattern.mask == "ancestors") != (visible is not None):
+            raise ValueError(f"pattern {pattern.name!r} with mask {pattern.mask!r}: `visible` belongs to 'ancestors'")
+        if self._patterns.get(pattern.name) is not pattern:
+            raise ValueError(f"pattern {pattern.name!r} was not declared by this view's `pattern`")
+
+
+class PagedView(Patterns):
+    """The `KVView` over one pool. Patterns are planned once a step, when first used."""
+
+    def __init__(self, pool: KVPool, pages: PagePool, *, writable: bool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._pages = pages
+        self._writable = writable
+        self._plans: dict[str, RowPlan] = {}
+        self._step: StepRows | None = None
+
+    def begin(self, step: StepRows) -> None:
+        """Take over the rows of a new step. Called by the engine before `ingest`."""
+        self._step = step
+        self._plans.clear()
+
     def write(self, layer: int, k: Tensor, v: Tensor, index: Tensor | None = None) -> None:
         """See `specplug.KVView`."""
         if not self._writable:
@@ -93,10 +108,7 @@ class PagedView:
         self, pattern: Pattern, layer: int, q: Tensor, visible: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """See `specplug.KVView`."""
-        if (pattern.mask == "ancestors") != (visible is not None):
-            raise ValueError(f"pattern {pattern.name!r} with mask {pattern.mask!r}: `visible` belongs to 'ancestors'")
-        if self._patterns.get(pattern.name) is not pattern:
-            raise ValueError(f"pattern {pattern.name!r} was not declared by this view's `pattern`")
+        self._check(pattern, visible)
         geometry = self._pool.layers[layer]
         window = pattern.window if pattern.window is not None else geometry.window
         if visible is not None:  # says something new at every call
@@ -157,7 +169,7 @@ class PagedView:
 class PartView:
     """The layers `first` to ``first + count`` of a view, numbered from 0: the KV of a drafter inside another."""
 
-    def __init__(self, view: PagedView | PartView, prefix: str, first: int, count: int) -> None:
+    def __init__(self, view: KVView, prefix: str, first: int, count: int) -> None:
         """`prefix` keeps its patterns apart from those of the others."""
         self._view = view
         self._prefix = prefix
@@ -166,7 +178,7 @@ class PartView:
 
     def pattern(
         self, name: str, q_len: int | None, mask: Mask = "causal", window: int | None = None, offset: int = 0
-    ) -> Pattern:
+    ) -> Any:
         """See `specplug.KVView`."""
         return self._view.pattern(self._prefix + name, q_len, mask, window, offset)
 
@@ -175,7 +187,7 @@ class PartView:
         self._view.write(self._own(layer), k, v, index)
 
     def attend(
-        self, pattern: Pattern, layer: int, q: Tensor, visible: Tensor | None = None, scale: float | None = None
+        self, pattern: Any, layer: int, q: Tensor, visible: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """See `specplug.KVView`."""
         return self._view.attend(pattern, self._own(layer), q, visible, scale)

@@ -4,51 +4,58 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from specplug import tree
-from specplug.accept import Rule
 from specplug.drafter import HostRow, HostView, RequestView, StepView
-from specplug.models.base import TargetModel
 from specplug.planning import Run
-from specplug.runtime.context import EngineContext
-from specplug.runtime.draft_kv import StepRows, scratch_rows
-from specplug.runtime.kv import KVPool, PagePool
+from specplug.proposal import HostProposal
+from specplug.runtime.draft_kv import scratch_rows
+from specplug.runtime.kv import PagePool
 from specplug.runtime.request import Draft, Request
-from specplug.runtime.started import start
+from specplug.runtime.scheduler import Row
+from specplug.runtime.started import Started, owner_of
 from specplug.spec import DraftPlan, Release
 
 log = logging.getLogger("specplug")
 
 
-@dataclass(frozen=True, slots=True)
-class DraftingRow:
-    """A row of the step that was just committed, as the drafting stage needs it. Set by the engine."""
+class Wish(NamedTuple):
+    """How many drafts the core wants next for one row of a step. Made by `Drafting.wish`."""
 
     request: Request
+    slot: int
     final: bool
-    limit: int
-    """Most drafts wanted for it; 0 when it is unfinished, has ended, or wants none."""
+    cap: int
+    """Most drafts, whatever the row's length turns out to be; 0 when it is unfinished, has ended, or wants none."""
+    room: int
+    """Token index that no draft may lie beyond."""
+
+    def limit(self, kv_len: int) -> int:
+        """Return the most drafts for a row whose root will lie at token index `kv_len`."""
+        return max(0, min(self.cap, self.room - kv_len))
 
 
 class Drafting:
     """Owns the drafter, its proposal and its failures. One per engine with an algorithm."""
 
-    def __init__(
-        self, run: Run, model: TargetModel, context: EngineContext, rule: Rule, pages: PagePool, pool: KVPool
-    ) -> None:
-        """Load and start the drafter of `run`. `pages` and `pool` are the target's."""
-        assert run.installed is not None
+    def __init__(self, run: Run, started: Started, pages: PagePool, vocab: int, max_tokens: int) -> None:
+        """`pages`: the target's; `max_tokens`: most tokens of a request, prompt and output."""
         assert run.plan is not None
         self.plan: DraftPlan = run.plan
-        self.owner = f"{run.installed.distribution} {run.installed.version} ({run.algorithm})"
+        self.owner = owner_of(run)
         self.failed = ""
         """Empty, or why speculation ended for good."""
-        self._vocab = model.vocab_size
-        self._on_host = "host" in run.plan.needs.runs_on
-        self._started = start(run, model, context, rule, pages, pool, self.owner)
-        self._drafter = self._started.drafter
-        self._proposal = self._started.proposal
+        self.on_host = "host" in run.plan.needs.runs_on
+        """Committed tokens must be on the host before it can propose."""
+        self.started = started
+        self.proposal = started.proposal
+        self._drafter = started.drafter
+        self._pages = pages
+        self._vocab = vocab
+        self._max_tokens = max_tokens
         self._clipped = False
         self._closed = False
 
@@ -57,7 +64,7 @@ class Drafting:
         request.handed = 0
         if self.failed:
             return
-        self._proposal.reset(request.slot)
+        self.proposal.reset(request.slot)
         view = RequestView(request.slot, request.id, tuple(request.tokens), request.sampling, request.max_drafted)
         try:
             self._drafter.on_admit(view)
@@ -73,35 +80,102 @@ class Drafting:
         except Exception:
             log.exception("%s: on_release failed", self.owner)
 
-    def rows_beyond(self, limit: int) -> int:
+    def wish(self, row: Row, least: int, most: int) -> Wish:
+        """Say how many drafts `row` may have next, and reserve their pages.
+
+        `least`, `most`: bounds of the token index of its next root, equal where the host knows it. Pages
+        that cannot be had make the cap 0.
+        """
+        request, plan = row.request, self.plan
+        cap = plan.nodes if request.max_drafted is None else min(plan.nodes, request.max_drafted)
+        if not (cap and row.final) or request.output.finish_reason is not None:
+            return Wish(request, row.slot, row.final, 0, 0)
+        # A verify emits its accepted drafts and one token more; the root itself is output already.
+        room = min(request.output.most + request.prompt_len, self._max_tokens) - 2
+        if plan.max_position is not None:
+            room = min(room, plan.max_position)
+        limit = max(0, min(cap, room - least))
+        if limit and not self._pages.reserve(row.slot, most + self._rows_beyond(limit)):
+            cap = 0
+        return Wish(request, row.slot, row.final, cap, room)
+
+    def _rows_beyond(self, limit: int) -> int:
         """Rows above `kv_len` that must be reserved before a proposal of up to `limit` nodes."""
         if self.plan.kv:
             return max(1 + self.plan.nodes, scratch_rows(self.plan.kv))
         return 1 + limit
 
-    def run(self, step: StepView, where: StepRows, rows: Sequence[DraftingRow]) -> None:
-        """Hand the step to the drafter and collect its drafts into each request's `draft`.
+    def hand(self, step: StepView, wanted: bool) -> None:
+        """Hand the step to the drafter, and have it propose if drafts are `wanted`.
 
         An exception in the drafter sets `failed`; the drafter is not called again but to release and close.
         """
-        if self._on_host:
-            step.host = HostView(self._host_rows(rows))
-        self._started.begin(where)
         if self.plan.max_position is not None:  # so that no table is read beyond its end
-            step.positions = step.positions.clamp_max(self.plan.max_position)
+            step.positions.clamp_(max=self.plan.max_position)  # in place: what was recorded reads this tensor
         method = "ingest"
         try:
             self._drafter.ingest(step)
-            self._proposal.begin({row.request.slot: row.limit for row in rows})
-            if any(row.limit for row in rows):
+            if wanted:
                 method = "propose"
-                self._drafter.propose(step, self._started.out)
-                self._proposal.merge_host()
+                self._drafter.propose(step, self.started.out)
+                self.proposal.merge_host()
         except Exception as cause:
             self._fail(method, cause)
+
+    def hand_host(self, step: StepView, limits: Mapping[int, int]) -> None:
+        """Begin a round with `limits` by slot and hand the step over, for a drafter that sees the host's side."""
+        out = self.started.out
+        (out if isinstance(out, HostProposal) else self.proposal).begin(limits)
+        self.hand(step, any(limits.values()))
+
+    def host_view(self, wishes: Sequence[Wish]) -> HostView | None:
+        """Return the step as a drafter on the host sees it, after the host commit; None for the others."""
+        if not self.on_host:
+            return None
+        found = []
+        for wish in wishes:
+            request = wish.request
+            if request.output.finish_reason is not None:
+                continue
+            seen = request.kv_len + wish.final
+            tokens = request.tokens[request.handed : seen]
+            found.append(HostRow(request.slot, tokens, seen, wish.limit(request.kv_len)))
+            request.handed = seen
+        return HostView(found)
+
+    def sound(self, slot: int, tokens: Sequence[int], parents: Sequence[int]) -> int:
+        """Return how many of a row's proposed nodes are well formed; the first that is not is told once."""
+        found = tree.valid_prefix(tokens, parents, self._vocab)
+        if found < len(tokens) and not self._clipped:
+            self._clipped = True
+            log.warning(
+                "%s: draft %d of slot %d is malformed (token %d, parent %d); such drafts are cut off, said once",
+                *(self.owner, found, slot, tokens[found], parents[found]),
+            )
+        return found
+
+    def take_host(self, wishes: Sequence[Wish], limits: Sequence[int]) -> None:
+        """Take over what was proposed for each row, of at most `limits` nodes, from the host's side of the proposal."""
+        out = self.started.out
+        if not isinstance(out, HostProposal):  # the drafter wrote to both sides: the device holds the outcome
+            for wish, limit in zip(wishes, limits, strict=True):
+                wish.request.drafted = limit
             return
-        for row in rows:
-            row.request.draft = self._collect(row)
+        slots = [wish.slot for wish in wishes]
+        counts = np.minimum(out.num_valid[slots], limits).tolist()
+        tokens, parents = out.tokens[slots], out.parents[slots]
+        malformed = (tokens < 0) | (tokens >= self._vocab) | (parents < -1) | (parents >= np.arange(parents.shape[1]))
+        # What lies behind the count may be anything, so that this is a suspicion only.
+        suspect: Sequence[bool] = np.any(malformed, axis=1).tolist()
+        every = zip(wishes, counts, tokens.tolist(), parents.tolist(), suspect, strict=True)
+        for wish, count, its_tokens, its_parents, look in every:
+            if count <= 0:
+                continue
+            del its_tokens[count:], its_parents[count:]
+            sound = self.sound(wish.slot, its_tokens, its_parents) if look else count
+            if sound:
+                wish.request.drafted = sound
+                wish.request.draft = Draft(its_tokens[:sound], its_parents[:sound], None)
 
     def metrics(self) -> Mapping[str, float]:
         """The drafter's own counters; an exception in them is logged and leaves none."""
@@ -124,35 +198,3 @@ class Drafting:
     def _fail(self, method: str, cause: Exception) -> None:
         self.failed = f"{self.owner}: {method} raised {type(cause).__name__}: {cause}"
         log.exception("%s", self.failed)
-
-    def _host_rows(self, rows: Sequence[DraftingRow]) -> list[HostRow]:
-        found = []
-        for row in rows:
-            request = row.request
-            if request.output.finish_reason is not None:
-                continue
-            seen = request.kv_len + row.final
-            found.append(HostRow(request.slot, request.tokens[request.handed : seen], seen, row.limit))
-            request.handed = seen
-        return found
-
-    def _collect(self, row: DraftingRow) -> Draft | None:
-        slot = row.request.slot
-        count = min(int(self._proposal.num_valid[slot]), row.limit)
-        if count <= 0:
-            return None
-        tokens = self._proposal.tokens[slot, :count].tolist()
-        parents = self._proposal.parents[slot, :count].tolist()
-        sound = tree.valid_prefix(tokens, parents, self._vocab)
-        if sound < count and not self._clipped:
-            self._clipped = True
-            log.warning(
-                "%s: draft %d of slot %d is malformed (token %d, parent %d); such drafts are cut off, said once",
-                *(self.owner, sound, slot, tokens[sound], parents[sound]),
-            )
-        if not sound:
-            return None
-        q = None
-        if self._proposal.q is not None and bool(self._proposal.dense[slot]):
-            q = self._proposal.q[slot, :sound].clone()
-        return Draft(tokens[:sound], parents[:sound], q)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,16 +19,25 @@ from specplug.planning import Run
 from specplug.registry import Registry
 from specplug.runtime.alarm import AcceptanceAlarm
 from specplug.runtime.build import Built, build
+from specplug.runtime.executor import Launched
 from specplug.runtime.intake import as_params, make_requests, paired
 from specplug.runtime.ledger import Book, Ledger, pooled
+from specplug.runtime.memory import MemoryReport
 from specplug.runtime.processors import LogitsProcessor
 from specplug.runtime.prompts import Prompt, encode
 from specplug.runtime.request import Delta, Request, Result
-from specplug.runtime.scheduler import Scheduler
-from specplug.runtime.step import StepRunner
+from specplug.runtime.scheduler import Row, Scheduler
+from specplug.runtime.step import finish
 from specplug.sampling import SamplingParams
 from specplug.settings import option_of, validated
 from specplug.spec import Release, StepStats
+
+
+class _Flight(NamedTuple):
+    """A launched step, and the seconds its scheduling took."""
+
+    step: Launched
+    scheduling: float
 
 
 class Engine:
@@ -59,20 +69,19 @@ class Engine:
         settled = validated(EngineOptions, options, option_of)
         self._built: Built = build(model, algorithm, dict(config or {}), settled, registry or Registry.discover())
         built = self._built
-        self.run: Run = built.run
+        self.run: Run = built.parts.run
         self.options = settled
-        self.max_tokens = built.max_tokens
+        self.max_tokens = built.parts.max_tokens
         """Most tokens of a request, prompt and output."""
         self._scheduler = Scheduler(
             settled.max_running_requests,
-            built.pages,
+            built.parts.pages,
             settled.chunked_prefill_size,
             settled.max_queued_requests,
             self._preempted,
         )
-        self._runner = StepRunner(
-            built.target.model, built.pages, built.pool, built.drafting, settled.acceptance, self.max_tokens
-        )
+        self._executor = built.executor
+        self._next: _Flight | None = None  # the step to finish next, where it is on its way already
         self._book = Book()
         self._alarm = AcceptanceAlarm(
             settled.speculative_alarm_below, built.drafting.owner if built.drafting else self.run.algorithm
@@ -80,6 +89,7 @@ class Engine:
         self.observers = built.observers
         """Told of every step and every answer; `add` takes one of your own."""
         self._count = 0
+        self._failure_told = False
         self._closed = False
         self.last_step: StepStats | None = None
         """Host numbers of the newest step."""
@@ -153,36 +163,48 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids that `submit` would make of `prompt`."""
-        return encode(prompt, self._built.target.tokenizer)
+        return encode(prompt, self.target.tokenizer)
 
     def step(self) -> list[Delta]:
-        """Run one step and return what became final in it; an empty list when nothing is queued."""
-        begin, failed_before = perf_counter(), self._drafting_failed
+        """Finish one step and return what became final in it; an empty list when nothing is queued.
+
+        On a device the step after it is on its way before this returns, so that what the caller does with
+        the deltas costs no time there; what is submitted meanwhile joins the one after that.
+        """
         with torch.inference_mode():
-            rows = self._scheduler.schedule(self._admitted)
-            if not rows:
+            flight, self._next = self._next, None
+            if flight is not None and not any(row.request.slot == row.slot for row in flight.step.rows):
+                flight = None  # nobody is left to whom its results matter
+                if self._new_failure():
+                    self._stop_drafting()
+            if flight is None:
+                flight = self._launch(partial(self._scheduler.schedule, self._admitted))
+            if flight is None:
                 return []
-            scheduled = perf_counter()
-            stats = self._runner.run(rows)
-        stats = replace(stats, seconds={"schedule": scheduled - begin, **stats.seconds})
-        if self._drafting_failed and not failed_before:
-            self._fail([row.request for row in rows])
-        deltas = []
-        for row in rows:
-            request = row.request
-            taken = request.output.taken
-            ids, text = request.output.take()
-            reason = request.output.finish_reason
-            if ids or text or reason:
-                entries = request.output.logprobs[taken : taken + len(ids)]
-                logprobs = entries if request.sampling.logprobs else None
-                deltas.append(Delta(request.id, request.choice, ids, text, reason, logprobs))
-            if reason:
-                self._release(request, "failed" if reason == "error" else "finished")
-        self._record(stats)
-        if self._drafting_failed and not failed_before:
-            self._stop_drafting()
-        return deltas
+            rows = flight.step.rows
+            if self._executor.may_run_ahead(rows):
+                self._next = self._launch(partial(self._scheduler.ahead, rows))
+            stats = finish(flight.step, self._built.drafting)
+            alive = [row.request for row in rows if row.request.slot == row.slot]
+            failed = self._new_failure()
+            if failed:
+                self._fail(alive)
+            for request in alive:
+                if request.output.finish_reason:
+                    self._release(request, "failed" if request.output.finish_reason == "error" else "finished")
+            if failed:
+                self._stop_drafting()
+            if self._next is None and self._executor.overlaps:
+                self._next = self._launch(partial(self._scheduler.schedule, self._admitted))
+        self._record(replace(stats, seconds={"schedule": flight.scheduling, **stats.seconds}))
+        return [delta for request in alive if (delta := _delta(request)) is not None]
+
+    def _launch(self, schedule: Callable[[], Sequence[Row]]) -> _Flight | None:
+        """Launch what `schedule` chooses, if anything."""
+        begin = perf_counter()
+        rows = schedule()
+        scheduling = perf_counter() - begin
+        return _Flight(self._executor.launch(rows), scheduling) if rows else None
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are free at once. One that has ended already is left alone."""
@@ -200,6 +222,8 @@ class Engine:
         drafting = self._built.drafting
         return self._book.report(self._unfinished()) | {
             "speculation": self.speculation,
+            "acceptance": self.options.speculative_acceptance,
+            "lossy": bool(self.options.lossy),
             "alarm": self._alarm.ringing,
             "preemptions": self.preemptions,
             "drafter": drafting.metrics() if drafting else {},
@@ -208,7 +232,7 @@ class Engine:
     @property
     def target(self) -> Target:
         """The loaded target, which another engine may be built on."""
-        return self._built.target
+        return self._built.parts.target
 
     @property
     def speculation(self) -> str:
@@ -219,6 +243,16 @@ class Engine:
         return f"failed: {drafting.failed}" if drafting.failed else "on"
 
     @property
+    def memory(self) -> MemoryReport:
+        """What memory was set aside for at start."""
+        return self._built.memory
+
+    @property
+    def eager(self) -> str:
+        """Why the target runs without CUDA graphs; empty where it has them, and on a CPU."""
+        return self._built.eager
+
+    @property
     def preemptions(self) -> int:
         """How often a request lost its pages to an older one and had to start again."""
         return self._scheduler.preemptions
@@ -226,12 +260,12 @@ class Engine:
     @property
     def free_pages(self) -> int:
         """KV pages nobody holds; at idle equal to `pages`."""
-        return self._built.pages.free
+        return self._built.parts.pages.free
 
     @property
     def pages(self) -> int:
         """KV pages of the pool."""
-        return self._built.pages.pages
+        return self._built.parts.pages.pages
 
     def close(self) -> None:
         """Abort what runs and close the drafter; nothing can be submitted afterwards. May be called twice."""
@@ -291,6 +325,7 @@ class Engine:
                 self.abort(request)
 
     def _admitted(self, request: Request) -> None:
+        self._executor.admit(request)
         if self._built.drafting:
             self._built.drafting.admit(request)
 
@@ -298,9 +333,12 @@ class Engine:
         if self._built.drafting:
             self._built.drafting.release(request, "preempted")
 
-    @property
-    def _drafting_failed(self) -> bool:
-        return bool(self._built.drafting and self._built.drafting.failed)
+    def _new_failure(self) -> bool:
+        """Say whether the drafter has failed, once: it may have done so when a step was launched that ends later."""
+        if self._failure_told or not (self._built.drafting and self._built.drafting.failed):
+            return False
+        self._failure_told = True
+        return True
 
     def _fail(self, requests: Sequence[Request]) -> None:
         """A drafter raised: what was in its step ends with the error; what comes later is decoded plain."""
@@ -355,3 +393,14 @@ class Engine:
             error=request.error,
             choice=request.choice,
         )
+
+
+def _delta(request: Request) -> Delta | None:
+    """Take what became final of a request, if anything did."""
+    taken = request.output.taken
+    ids, text = request.output.take()
+    reason = request.output.finish_reason
+    if not (ids or text or reason):
+        return None
+    entries = request.output.logprobs[taken : taken + len(ids)]
+    return Delta(request.id, request.choice, ids, text, reason, entries if request.sampling.logprobs else None)

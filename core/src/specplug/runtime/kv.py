@@ -5,10 +5,12 @@ One page table serves every layer, a drafter's too. A request's token at index i
 a request's committed length is scratch: a rejected draft needs no clean-up, the next write covers it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specplug.models.base import KVGeometry
 
@@ -24,6 +26,9 @@ class PagePool:
         """[S, pages of a longest request] page ids; what is not held points at the trash page, number `pages`."""
         self.held = [0] * slots
         """Pages of each slot."""
+        self.changes: dict[int, int] | None = None
+        """Flat index in `table` -> page id of every entry that changed, for who keeps a copy of it: set to an empty
+        dict by them, and emptied. None: nobody does."""
         self._free = list(range(pages - 1, -1, -1))  # popped from the end: low ids first, so rows stay close
 
     @property
@@ -43,18 +48,27 @@ class PagePool:
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Make room for `tokens` tokens in `slot`; returns False, and changes nothing, when pages are short."""
+        if tokens <= self.held[slot] * self.page_size:
+            return True
         wanted = -(-tokens // self.page_size)
         missing = wanted - self.held[slot]
         if missing > len(self._free) or wanted > self.table.shape[1]:
             return False
+        row = slot * self.table.shape[1]
         for at in range(self.held[slot], wanted):
-            self.table[slot, at] = self._free.pop()
-        self.held[slot] = max(self.held[slot], wanted)
+            page = self._free.pop()
+            self.table[slot, at] = page
+            if self.changes is not None:
+                self.changes[row + at] = page
+        self.held[slot] = wanted
         return True
 
     def release(self, slot: int) -> None:
         """Give back every page of `slot`."""
         self._free.extend(reversed(self.table[slot, : self.held[slot]].tolist()))
+        if self.changes is not None:
+            row = slot * self.table.shape[1]
+            self.changes.update(dict.fromkeys(range(row, row + self.held[slot]), self.pages))
         self.table[slot] = self.pages
         self.held[slot] = 0
 
@@ -70,8 +84,21 @@ class KVPool:
 
     def __init__(self, layers: Sequence[KVGeometry], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = tuple(layers)
-        self.k = [torch.zeros(rows, layer.kv_heads, layer.k_dim, dtype=dtype, device=device) for layer in layers]
-        self.v = [torch.zeros(rows, layer.kv_heads, layer.v_dim, dtype=dtype, device=device) for layer in layers]
+        shapes = [(layer.kv_heads, layer.k_dim, layer.v_dim) for layer in layers]
+        counts = Counter(shapes)
+
+        def zeros(count: int, *shape: int) -> Tensor:
+            return torch.zeros(count, rows, *shape, dtype=dtype, device=device)
+
+        self.groups = {
+            (heads, k_dim, v_dim): (zeros(count, heads, k_dim), zeros(count, heads, v_dim))
+            for (heads, k_dim, v_dim), count in counts.items()
+        }
+        """K [layers, rows, heads, k_dim] and V of all layers of one shape, so that one launch reaches all of them."""
+        nth = {shape: iter(range(count)) for shape, count in counts.items()}
+        places = [(self.groups[shape], next(nth[shape])) for shape in shapes]
+        self.k = [k[at] for (k, _), at in places]
+        self.v = [v[at] for (_, v), at in places]
 
     @staticmethod
     def bytes_per_token(layers: Sequence[KVGeometry], dtype: torch.dtype) -> int:
@@ -81,8 +108,8 @@ class KVPool:
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy rows `source` to rows `target` in every layer: the accepted path of a tree, made contiguous."""
         read, write = torch.from_numpy(source), torch.from_numpy(target)
-        for pool in (*self.k, *self.v):
-            pool.index_copy_(0, write, pool.index_select(0, read))
+        for pool in (part for group in self.groups.values() for part in group):
+            pool.index_copy_(1, write, pool.index_select(1, read))
 
 
 def tokens_that_fit(layers: Sequence[KVGeometry], dtype: torch.dtype, budget: int) -> int:

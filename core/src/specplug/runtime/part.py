@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -24,6 +24,7 @@ from specplug.planning import Run, load_drafter_class
 from specplug.proposal import HostProposal, Proposal, proposal_to_write
 from specplug.runtime.arena import DraftArena
 from specplug.runtime.context import EngineContext, GrantedTarget
+from specplug.runtime.graphs import EagerRecorder
 from specplug.spec import Release
 
 
@@ -70,7 +71,7 @@ class Part(Drafter):
         self._drafter.allocate(cast(DraftArena, arena).part(self._prefix, self.plan, self._name, self._first_layer))
 
     def capture(self, graphs: GraphRecorder) -> None:
-        self._drafter.capture(_PrefixedRecorder(graphs, self._prefix))
+        self._drafter.capture(EagerRecorder())  # a graph would read the whole's step and proposal, not its own
 
     def on_admit(self, request: RequestView) -> None:
         self._own.reset(request.slot)
@@ -101,7 +102,7 @@ class Part(Drafter):
             own.limit[step.slots] = own.limit[step.slots].minimum(room)
         if own.host is not None:
             own.host.num_valid[:] = 0
-            own.host.limit[:] = own.limit.numpy()
+            own.host.limit[:] = own.limit.cpu().numpy()
         self._drafter.propose(self._narrowed(step), own)
         own.merge_host()
         own.num_valid.copy_(own.num_valid.minimum(own.limit))
@@ -135,16 +136,4 @@ class Part(Drafter):
 
 
 def _within(row: HostRow, nodes: int) -> HostRow:
-    return dataclasses.replace(row, limit=min(row.limit, nodes))
-
-
-class _PrefixedRecorder:
-    """Records under a name that no sibling uses."""
-
-    def __init__(self, graphs: GraphRecorder, prefix: str) -> None:
-        self._graphs = graphs
-        self._prefix = prefix
-
-    def record(self, name: str, fn: Any, over: str = "rows", variants: Any = None) -> Any:
-        """See `specplug.GraphRecorder`."""
-        return self._graphs.record(self._prefix + name, fn, over, variants)
+    return row._replace(limit=min(row.limit, nodes))

@@ -79,6 +79,17 @@ class Processors:
         )
 
     @property
+    def custom(self) -> bool:
+        """Whether a function of the caller's runs first."""
+        return self._custom is not None
+
+    @property
+    def banned(self) -> list[int]:
+        """Token ids that end the answer, ascending; forbidden before `min_tokens`."""
+        ids: list[int] = self._banned.tolist()
+        return ids
+
+    @property
     def counts(self) -> dict[int, int]:
         """Output token -> how often the penalties count it."""
         found = {token: int(self._counts[place]) for token, place in self._place.items()}

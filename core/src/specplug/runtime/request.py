@@ -45,7 +45,8 @@ class Request:
     slot: int = -1  # scheduler: -1 while waiting
     kv_len: int = 0  # commit; preemption sets 0
     handed: int = 0  # drafting stage: tokens a host drafter has seen; admission sets 0
-    draft: Draft | None = None  # drafting stage: to verify in the next forward
+    drafted: int = 0  # drafting stage: drafts to verify in the next forward
+    draft: Draft | None = None  # drafting stage: those drafts, unless only the device knows them
     depths: list[int] = field(default_factory=list)  # commit: per output token its draft depth, 0 = sampled
     ledger: Ledger = field(default_factory=Ledger)  # commit
     error: str = ""  # engine: why it ended with "error"

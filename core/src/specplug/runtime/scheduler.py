@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from specplug.runtime.kv import PagePool
 from specplug.runtime.request import Draft, Request
 
+UNKNOWN = -1
+"""Id of a token that was sampled and is not on the host yet."""
 
-@dataclass(frozen=True, slots=True)
-class Row:
+
+class Row(NamedTuple):
     """One request's share of a forward: its tokens from `start` on, and drafts below the last of them."""
 
     request: Request
+    slot: int
+    """The request's slot when the row was made: a row on its way may outlive its request's hold on it."""
     start: int
     tokens: list[int]
+    """`UNKNOWN` stands for a token that the device has sampled and the host has not seen."""
+    drafted: int
+    """Drafts below the last token."""
     draft: Draft | None
+    """Those drafts, where the host knows them."""
     final: bool
     """These are the last tokens the request has: what follows will be sampled."""
 
     @property
     def q_len(self) -> int:
         """Tokens of this row, drafts included."""
-        return len(self.tokens) + (len(self.draft.tokens) if self.draft else 0)
+        return len(self.tokens) + self.drafted
 
 
 class Scheduler:
@@ -74,20 +82,37 @@ class Scheduler:
             else:
                 rows.append(row)
                 budget -= 0 if request.pending == 1 and request.output.ids else len(row.tokens)
-        while budget > 0 and self.waiting and self._free_slots:
-            request = self.waiting[0]
-            row = self._row(request, budget)
-            # The whole text must fit, or the newcomer would at once push out someone else.
-            if row is None or -(-len(request.tokens) // self._pages.page_size) > self._pages.free:
-                break
-            self.waiting.popleft()
+        while budget > 0 and self._fits_next():
+            request = self.waiting.popleft()
             request.slot = self._free_slots.pop()
             self.running.append(request)
             self._pages.reserve(request.slot, len(request.tokens))
             on_admit(request)
+            row = self._row(request, budget)
+            assert row is not None
             rows.append(row)
             budget -= len(row.tokens)
         return rows
+
+    def ahead(self, rows: Sequence[Row]) -> list[Row]:
+        """Choose the rows of the forward after `rows` while those are still on their way, or none.
+
+        Only where it is known what `rows` will come to: every running request has a row that ends in one
+        sampled token, and nobody could join. What that token makes an answer's last is left out; a stop
+        that nobody foresaw makes its row here a wasted one.
+        """
+        if len(rows) != len(self.running) or self._fits_next():
+            return []
+        if any(not row.final or row.drafted or row.request.output.finish_reason for row in rows):
+            return []
+        goes_on = [row for row in rows if row.request.output.most - len(row.request.output.ids) > 1]
+        starts = [row.start + row.q_len for row in goes_on]
+        if not all(self._pages.reserve(row.slot, start + 1) for row, start in zip(goes_on, starts, strict=True)):
+            return []
+        return [
+            Row(row.request, row.slot, start, [UNKNOWN], 0, None, final=True)
+            for row, start in zip(goes_on, starts, strict=True)
+        ]
 
     def release(self, request: Request) -> None:
         """Take a request out, wherever it is, and give back its slot and pages."""
@@ -100,19 +125,25 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot = -1
 
+    def _fits_next(self) -> bool:
+        """Say whether the next one waiting has a slot and pages for its whole text, so that it pushes nobody out."""
+        if not self.waiting or not self._free_slots:
+            return False
+        return -(-len(self.waiting[0].tokens) // self._pages.page_size) <= self._pages.free
+
     def _row(self, request: Request, budget: int) -> Row | None:
+        slot, start = request.slot, request.kv_len
         if request.pending == 1:
-            return Row(request, request.kv_len, request.tokens[-1:], request.draft, final=True)
+            return Row(request, slot, start, request.tokens[-1:], request.drafted, request.draft, final=True)
         size = min(request.pending, budget)
         if size <= 0:
             return None
-        tokens = request.tokens[request.kv_len : request.kv_len + size]
-        return Row(request, request.kv_len, tokens, None, final=size == request.pending)
+        return Row(request, slot, start, request.tokens[start : start + size], 0, None, final=size == request.pending)
 
     def _preempt(self, request: Request) -> None:
         self._on_preempt(request)
         self.preemptions += 1
         self.release(request)
         request.kv_len = 0
-        request.draft = None
+        request.drafted, request.draft = 0, None
         self.waiting.appendleft(request)

@@ -1,6 +1,6 @@
 """Where an answer ends, and which of its tokens and characters may be shown so far."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from tokenizers.decoders import DecodeStream
@@ -21,18 +21,19 @@ class Output:
     """
 
     def __init__(
-        self, tokenizer: Any | None, ends: Container[int], stop: Sequence[str], most: int, least: int = 0
+        self, tokenizer: Any | None, ends: Collection[int], stop: Sequence[str], most: int, least: int = 0
     ) -> None:
         """`tokenizer`: a transformers fast tokenizer or None (no text); `ends`: EOS and stop ids; `most`: tokens
         until ``length``; `least`: `min_tokens`, before which `ends` must not be sampled."""
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         """One entry per token of `ids`, if `commit` is given them."""
-        self.text = ""
+        self._text = ""
+        self._read = 0  # how many of `ids` have become text
         self.finish_reason: Finish | None = None
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True) if tokenizer is not None else None
-        self._ends = ends
+        self._ends = frozenset(ends)
         self._stop = stop
         self.most = most
         """Tokens at which the answer ends with ``length``."""
@@ -41,6 +42,17 @@ class Output:
         self._begins: list[int] = []  # where each token's text begins in `text`
         self._taken_ids = 0
         self._taken_text = 0
+
+    @property
+    def text(self) -> str:
+        """The text so far. Without stop strings nothing but the reader needs it, and so it is made when asked for."""
+        if self._stream is not None and self._tokenizer is not None:
+            for token in self.ids[self._read :]:
+                self._begins.append(len(self._text))
+                if token not in self._ends:
+                    self._text += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+            self._read = len(self.ids)
+        return self._text
 
     @property
     def taken(self) -> int:
@@ -52,22 +64,26 @@ class Output:
         self.ids.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        self._begins.append(len(self.text))
         if token in self._ends:
             return self._finish("stop")
-        if self._stream is not None and self._tokenizer is not None:
-            piece = self._stream.step(self._tokenizer.backend_tokenizer, token)
-            if piece:
-                searched = len(self.text) - max((len(word) for word in self._stop), default=0)
-                self.text += piece
+        if self._stop:
+            known = len(self._text)
+            if len(self.text) > known:
                 if len(self.ids) <= self._least:
-                    self._stoppable = len(self.text)
-                at = self._find_stop(max(searched, self._stoppable))
+                    self._stoppable = len(self._text)
+                at = self._find_stop(max(known - max(map(len, self._stop)), self._stoppable))
                 if at is not None:
                     return self._cut(at)
         if len(self.ids) >= self.most:
             return self._finish("length")
         return True
+
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Append committed tokens up to the one that ends the answer; returns how many."""
+        if not self._stop and len(self.ids) + len(tokens) < self.most and self._ends.isdisjoint(tokens):
+            self.ids += tokens  # no rule can fire, so that none is asked token by token
+            return len(tokens)
+        return next((at for at, token in enumerate(tokens, 1) if not self.commit(token)), len(tokens))
 
     def end(self, reason: Finish) -> None:
         """End an unfinished answer from outside (abort, error)."""
@@ -80,7 +96,7 @@ class Output:
         if self.finish_reason is None:
             safe_text -= self._held()
             # A token is kept by a stop string that begins after the token's own text does.
-            while safe_ids and self._begins[safe_ids - 1] >= safe_text and self._stop:
+            while self._stop and safe_ids and self._begins[safe_ids - 1] >= safe_text:
                 safe_ids -= 1
         ids, text = self.ids[self._taken_ids : safe_ids], self.text[self._taken_text : safe_text]
         self._taken_ids, self._taken_text = max(self._taken_ids, safe_ids), max(self._taken_text, safe_text)
@@ -104,19 +120,21 @@ class Output:
 
     def _cut(self, at: int) -> bool:
         keep = max(sum(begin < at for begin in self._begins), self._least)
-        self.text = self.text[:at]
+        self._text = self._text[:at]
         del self.ids[keep:], self._begins[keep:], self.logprobs[keep:]
+        self._read = len(self.ids)
         self.finish_reason = "stop"
         return False
 
     def _finish(self, reason: Finish) -> bool:
+        text = self.text  # all that the stream gives
         self.finish_reason = reason
         if self._tokenizer is not None:
             # DecodeStream withholds an unfinished character and has no flush.
             withheld = [
                 token
                 for token, begin in zip(self.ids, self._begins, strict=True)
-                if begin == len(self.text) and token not in self._ends
+                if begin == len(text) and token not in self._ends
             ]
-            self.text += self._tokenizer.backend_tokenizer.decode(withheld, skip_special_tokens=True)
+            self._text += self._tokenizer.backend_tokenizer.decode(withheld, skip_special_tokens=True)
         return False

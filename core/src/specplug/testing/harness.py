@@ -71,7 +71,7 @@ class Harness:
         self._pool = KVPool(model.kv_layers, self._pages.rows_with_trash, torch.float32, torch.device("cpu"))
         self._requests: dict[int, _Request] = {}
         self._admitted = 0
-        self._started = start(run, model, context, rule, self._pages, self._pool, run.algorithm)
+        self._started = start(run, model, context, rule, self._pages, self._pool)
         self.drafter: Drafter = self._started.drafter
         self.proposal: Proposal = self._started.proposal
         self.arena: DraftArena = self._started.arena

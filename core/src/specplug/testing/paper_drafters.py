@@ -145,7 +145,8 @@ class Chained(Paper):
         if self.plan.lookahead == 2:
             # The row before this step's first lacked the token after the next, which is known now.
             begin = step.kv_len - step.num_kept
-            missed = self.heads[1].fuse(self.embed(following[step.row_start[:-1], 0]), self.state[step.slots])
+            first = step.row_start[:-1].clamp_max(len(following) - 1)  # a pad row may begin behind the last token
+            missed = self.heads[1].fuse(self.embed(following[first, 0]), self.state[step.slots])
             self.heads[1].write(self.kv, 1, missed, self.rope(begin - 1), (begin - 1)[:, None])
             # This step's last row may lack it in turn: what is written for it stands until it is redone.
             self.heads[1].write(self.kv, 1, self.heads[1].fuse(self.embed(following[:, 1]), out), rotary)

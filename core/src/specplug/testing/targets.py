@@ -46,7 +46,7 @@ class TableModel(TargetModel):
         self.vocab_size = table.shape[1]
         self.hidden_size = 2
         self.max_position = max_position
-        self.kv_layers = (KVGeometry(kv_heads=1, k_dim=2, v_dim=1),) if order == 2 else ()
+        self.kv_layers = (KVGeometry(kv_heads=1, k_dim=2, v_dim=1, q_heads=1),) if order == 2 else ()
         self.config = {
             "model_type": "table",
             "vocab_size": self.vocab_size,
@@ -68,12 +68,12 @@ class TableModel(TargetModel):
         embedded = torch.stack((token, torch.zeros_like(token)), 1)
         return hidden, tuple(embedded if tap.at == 0 else hidden for tap in batch.taps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [*, V]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [*, V], in `out` where given."""
         token, previous = hidden.round().long().unbind(-1)
         context = token if self.order == 1 else previous * self.vocab_size + token
         looked_up: Tensor = self.table[context % self.table.shape[0]]
-        return looked_up
+        return looked_up if out is None else out.copy_(looked_up)
 
 
 def table_target(

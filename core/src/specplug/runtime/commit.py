@@ -1,0 +1,84 @@
+"""The host commit: what a row's outcome does to its request. Lengths, output, stop rules and ledger, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specplug import tree
+from specplug.accept import Verdict
+from specplug.runtime.logprobs import TokenLogprob
+from specplug.runtime.request import Draft
+from specplug.runtime.scheduler import Row
+
+
+class Outcome(NamedTuple):
+    """What became of one row that ended in a sampled token. Set by the executor, once the host may know."""
+
+    verdict: Verdict
+    draft: Draft | None
+    """The drafts that were verified; None if there were none."""
+    logprobs: Sequence[TokenLogprob] = ()
+    """One entry per token of the verdict, if the request asked for them."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The row's output: accepted drafts, then the token that follows unless none could be chosen."""
+        found = [self.draft.tokens[node] for node in self.verdict.path] if self.draft else []
+        return found if self.verdict.error else [*found, self.verdict.token]
+
+
+def commit(row: Row, outcome: Outcome | None) -> int:
+    """Apply one row's outcome to its request; None: a prompt chunk that is not the last.
+
+    Returns how many of the row's own tokens are output; a stop string may take back earlier ones too.
+    """
+    request = row.request
+    decoding = bool(request.output.ids) and len(row.tokens) == 1
+    request.drafted, request.draft = 0, None
+    if outcome is None:
+        request.kv_len = row.start + len(row.tokens)
+        request.ledger.prefill_forwards += 1
+        return 0
+    verdict = outcome.verdict
+    request.kv_len = row.start + len(row.tokens) + len(verdict.path)
+    before, path = len(request.output.ids), len(verdict.path)
+    tokens = outcome.tokens
+    if outcome.logprobs:
+        entries = enumerate(zip(tokens, outcome.logprobs, strict=True), 1)
+        count = next((at for at, (token, entry) in entries if not request.output.commit(token, entry)), len(tokens))
+    else:
+        count = request.output.extend(tokens)
+    request.tokens += tokens[:count]
+    request.depths += [at + 1 if at < path else 0 for at in range(count)]
+    if request.processors:
+        for token in tokens[:count]:
+            request.processors.commit(token)
+    if verdict.error and request.output.finish_reason is None:  # unless a stop rule ended the answer before
+        request.error = verdict.error
+        request.output.end("error")
+    kept = max(0, len(request.output.ids) - before)
+    if decoding:
+        _count(row, outcome, kept)
+    else:
+        request.ledger.prefill_forwards += 1
+        request.ledger.returned += kept if before else 0
+    return kept
+
+
+def _count(row: Row, outcome: Outcome, kept: int) -> None:
+    ledger, draft, path = row.request.ledger, outcome.draft, outcome.verdict.path
+    if draft is None:
+        ledger.add_round(0, 0, 0)
+        return
+    # What lies beyond a cut answer's end was never compared.
+    end = len(draft.tokens) if kept > len(path) else kept
+    if tree.is_chain(draft.parents):
+        offered = deepest = min(len(draft.tokens), end)
+        stood_below = len(path) < len(draft.tokens)
+    else:
+        levels = [depth for depth in tree.depths(draft.parents) if depth <= end]
+        offered, deepest = len(levels), max(levels, default=0)
+        stood_below = (path[-1] if path else -1) in draft.parents
+    # The walk compared one level below what it accepted, if drafts stood there and the answer went on.
+    ledger.add_round(offered, deepest, min(len(path) + stood_below, kept))

@@ -1,0 +1,168 @@
+"""Which positions of a step have their token chosen anew, and what the device must be told for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specplug.runtime.device.penalties import Edits, counts_tokens
+from specplug.runtime.device.sampling import Filters
+from specplug.runtime.device.upload import upload
+from specplug.runtime.request import Request
+
+
+class LiveRow(Protocol):
+    """What acceptance reads of a `specplug.runtime.scheduler.Row`."""
+
+    @property
+    def request(self) -> Request:
+        """Whose row it is."""
+
+    @property
+    def slot(self) -> int:
+        """Its slot when the row was made."""
+
+    @property
+    def start(self) -> int:
+        """Token index of the first token."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Literal tokens: their number counts, their values may not be known yet."""
+
+    @property
+    def drafted(self) -> int:
+        """Drafts below the last of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRow:
+    """A row whose next token is decided, as the host knows it."""
+
+    at: int
+    """Index among the step's rows."""
+    live: LiveRow
+    start: int
+    """Logits row of its root."""
+
+    @property
+    def root_index(self) -> int:
+        """Token index of the root."""
+        return self.live.start + len(self.live.tokens) - 1
+
+    @property
+    def sampled(self) -> bool:
+        """Its tokens are drawn."""
+        return not self.live.request.sampling.greedy
+
+    @property
+    def least(self) -> int:
+        """How many tokens `min_tokens` still asks for, the one after the root counted; 0 or below: none."""
+        request = self.live.request
+        return request.sampling.min_tokens - (self.root_index + 1 - request.prompt_len)
+
+    @property
+    def edited(self) -> bool:
+        """Its options change logits before temperature."""
+        request = self.live.request
+        return request.processors is not None and (
+            counts_tokens(request.sampling) or bool(request.sampling.logit_bias) or self.least > 0
+        )
+
+    @property
+    def custom(self) -> bool:
+        """It has a processor that only the host can call."""
+        processors = self.live.request.processors
+        return processors is not None and processors.custom
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The n positions of rows that are sampled or edited: greedy rows, sampled edited ones, sampled ones.
+
+    So what is edited lies together in front, and what is sampled behind. int64 tensors on the device.
+    """
+
+    edited: int
+    """Positions of edited rows."""
+    greedy: int
+    """Positions of greedy rows, edited all."""
+    counting: bool
+    """Some row's options need its tokens counted."""
+    drafted: int
+    """Most drafts of a row that is sampled."""
+    use: Filters
+    """What some sampled row filters by."""
+    source: Tensor  # [n] row of the logits
+    node: Tensor  # [n] node of the row's proposal, -1 = the root
+    slot: Tensor  # [n]
+    root_index: Tensor  # [n] token index of the row's root
+    edits: Sequence[Tensor]  # of `Edits`
+    row_at: Tensor  # [m] sampled rows: index among the step's rows
+    row_slot: Tensor  # [m]
+    row_first: Tensor  # [m] place of the row's root among the sampled positions
+    row_index: Tensor  # [m] token index of its root
+    row_drafted: Tensor  # [m]
+    count_at: Tensor  # [c] rows whose output is counted: index among the step's rows
+    count_slot: Tensor  # [c]
+
+
+def plan_work(rows: Sequence[WorkRow], vocab: int, device: torch.device) -> Work | None:
+    """Say what is to be done for `rows`, those with custom processors excepted; None: nothing. One upload."""
+    work = sorted(
+        (row for row in rows if not row.custom and (row.sampled or row.edited)),
+        key=lambda row: (row.sampled, not row.edited),
+    )
+    if not work:
+        return None
+    sizes = np.array([1 + row.live.drafted for row in work], dtype=np.int64)
+    first = np.cumsum(sizes) - sizes
+    node = np.arange(int(sizes.sum())) - np.repeat(first, sizes) - 1
+    edited = [row for row in work if row.edited]
+    drawn = [row for row in work if row.sampled]
+    greedy = len(work) - len(drawn)
+    split = int(sizes[:greedy].sum())
+    counting = [row for row in edited if counts_tokens(row.live.request.sampling)]
+    edits = Edits()
+    for row, begin, size in zip(edited, first.tolist(), sizes.tolist(), strict=False):
+        edits.add(row.live.request, range(begin, begin + size), vocab, row.least)
+
+    def each(some: Sequence[WorkRow], of: Callable[[WorkRow], int]) -> np.ndarray:
+        return np.array([of(row) for row in some], dtype=np.int64)
+
+    def spread(of: Callable[[WorkRow], int]) -> np.ndarray:
+        return np.repeat(each(work, of), sizes)
+
+    arrays = {
+        "source": spread(lambda row: row.start) + 1 + node,
+        "node": node,
+        "slot": spread(lambda row: row.live.slot),
+        "root_index": spread(lambda row: row.root_index),
+        "row_at": each(drawn, lambda row: row.at),
+        "row_slot": each(drawn, lambda row: row.live.slot),
+        "row_first": first[greedy:] - split,
+        "row_index": each(drawn, lambda row: row.root_index),
+        "row_drafted": sizes[greedy:] - 1,
+        "count_at": each(counting, lambda row: row.at),
+        "count_slot": each(counting, lambda row: row.live.slot),
+    }
+    tensors = upload([*arrays.values(), *edits.arrays()], device)
+    options = [row.live.request.sampling for row in drawn]
+    return Work(
+        edited=int(sizes[: len(edited)].sum()),
+        greedy=split,
+        counting=bool(counting),
+        drafted=max((row.live.drafted for row in drawn), default=0),
+        use=Filters(
+            top_k=any(0 < option.top_k < vocab for option in options),
+            top_p=any(option.top_p < 1.0 for option in options),
+            min_p=any(option.min_p > 0.0 for option in options),
+        ),
+        edits=tensors[len(arrays) :],
+        **dict(zip(arrays, tensors, strict=False)),
+    )
