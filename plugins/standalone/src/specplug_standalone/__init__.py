@@ -1,0 +1,1 @@
+"""STANDALONE for specplug: a smaller language model drafts token by token."""
