@@ -11,6 +11,7 @@ from specplug.accept import Verdict, VerifyRow, accept
 from specplug.proposal import Proposal
 from specplug.runtime.device.decide import Decider
 from specplug.runtime.device.rows import StepRows
+from specplug.runtime.device.work import needs_host
 from specplug.runtime.processors import processors_for
 from specplug.sampling import SamplingParams
 
@@ -274,7 +275,7 @@ def test_a_failing_custom_processor_is_told_by_row() -> None:
     )
     row = SimpleNamespace(request=request, slot=0, start=0, tokens=[2], drafted=0)
     decider = Decider("coupled", SLOTS, VOCAB, None, rows=ROWS, nodes=0, depth=0, device=CPU)
-    assert decider.needs_host(request)
+    assert needs_host(request)
     decider.admit(request)
     rows, start = step_rows([row], {0: 0})
     decider.decide(rows, [row], [0], start, torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int64))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,6 @@ from specplug import SamplingParams
 from specplug.errors import UserError
 from specplug.models.target import Target
 from specplug.registry import Registry
-from specplug.runtime import build
 from specplug.runtime.device.executor import DeviceExecutor
 from specplug.runtime.device.step import DeviceStep
 from specplug.runtime.engine import Engine
@@ -20,6 +20,7 @@ from specplug.runtime.request import Request
 from specplug.runtime.scheduler import UNKNOWN, Row
 from specplug.testing.bench import LETTERS, PROMPTS
 from specplug.testing.paper import paper_registry
+from specplug.testing.paths import device_path
 from specplug.testing.targets import decoder_target, table_target
 from specplug.testing.tokenizer import SIZE, byte_tokenizer
 
@@ -164,7 +165,7 @@ def plain(registry: Registry) -> list[Told]:
 
 
 @pytest.fixture
-def make(registry: Registry, plain: list[Told], monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(registry: Registry, plain: list[Told]) -> Make:
     """Engines on either path; scripted drafters know the plain answers."""
 
     def engine(where: str, drafter: str = "none", width: int = 5, target: Target = TARGET, **options: Any) -> Engine:
@@ -178,9 +179,7 @@ def make(registry: Registry, plain: list[Told], monkeypatch: pytest.MonkeyPatch)
 
     def built(where: str, target: Target, algorithm: str, config: Mapping[str, Any], **options: Any) -> Engine:
         options = {"page_size": 4, "context_length": 48, "max_running_requests": 4, "max_cuda_graphs": 8, **options}
-        with monkeypatch.context() as patch:
-            if where == "device":
-                patch.setattr(build, "_on_host", build._on_device)
+        with device_path() if where == "device" else nullcontext():
             made = Engine(target, algorithm=algorithm, config=config, registry=registry, **options)
         assert isinstance(made._executor, DeviceExecutor) == (where == "device")
         if where == "device":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -122,11 +122,28 @@ class Drafting:
         except Exception as cause:
             self._fail(method, cause)
 
-    def hand_host(self, step: StepView, limits: Mapping[int, int]) -> None:
-        """Begin a round with `limits` by slot and hand the step over, for a drafter that sees the host's side."""
+    def round(self, rows: Sequence[Row], ready: Callable[[], StepView], written: HostProposal | None) -> None:
+        """Hand over a step that the host has committed, and take over what is proposed for its rows.
+
+        `ready` returns the step, its KV views set, once pages are reserved. `written`: the host's side of the proposal;
+        None: the outcome stays on the device, and only widths are set.
+        """
+        wishes = [self.wish(row, row.request.kv_len, row.request.kv_len) for row in rows]
+        limits = [wish.limit(wish.request.kv_len) for wish in wishes]
+        step = ready()
+        step.host = self.host_view(wishes)
         out = self.started.out
-        (out if isinstance(out, HostProposal) else self.proposal).begin(limits)
-        self.hand(step, any(limits.values()))
+        (out if isinstance(out, HostProposal) else self.proposal).begin(
+            {wish.slot: limit for wish, limit in zip(wishes, limits, strict=True)}
+        )
+        self.hand(step, any(limits))
+        if self.failed:
+            return
+        if written is not None:
+            self._take(wishes, limits, written)
+            return
+        for wish, limit in zip(wishes, limits, strict=True):
+            wish.request.drafted = limit
 
     def host_view(self, wishes: Sequence[Wish]) -> HostView | None:
         """Return the step as a drafter on the host sees it, after the host commit; None for the others."""
@@ -154,16 +171,11 @@ class Drafting:
             )
         return found
 
-    def take_host(self, wishes: Sequence[Wish], limits: Sequence[int]) -> None:
-        """Take over what was proposed for each row, of at most `limits` nodes, from the host's side of the proposal."""
-        out = self.started.out
-        if not isinstance(out, HostProposal):  # the drafter wrote to both sides: the device holds the outcome
-            for wish, limit in zip(wishes, limits, strict=True):
-                wish.request.drafted = limit
-            return
+    def _take(self, wishes: Sequence[Wish], limits: Sequence[int], written: HostProposal) -> None:
+        """Take over what was proposed for each row, of at most `limits` nodes."""
         slots = [wish.slot for wish in wishes]
-        counts = np.minimum(out.num_valid[slots], limits).tolist()
-        tokens, parents = out.tokens[slots], out.parents[slots]
+        counts = np.minimum(written.num_valid[slots], limits).tolist()
+        tokens, parents = written.tokens[slots], written.parents[slots]
         malformed = (tokens < 0) | (tokens >= self._vocab) | (parents < -1) | (parents >= np.arange(parents.shape[1]))
         # What lies behind the count may be anything, so that this is a suspicion only.
         suspect: Sequence[bool] = np.any(malformed, axis=1).tolist()
@@ -174,8 +186,11 @@ class Drafting:
             del its_tokens[count:], its_parents[count:]
             sound = self.sound(wish.slot, its_tokens, its_parents) if look else count
             if sound:
+                q = None
+                if self.proposal.q is not None and bool(self.proposal.dense[wish.slot]):
+                    q = self.proposal.q[wish.slot, :sound].clone()
                 wish.request.drafted = sound
-                wish.request.draft = Draft(its_tokens[:sound], its_parents[:sound], None)
+                wish.request.draft = Draft(its_tokens[:sound], its_parents[:sound], q)
 
     def metrics(self) -> Mapping[str, float]:
         """The drafter's own counters; an exception in them is logged and leaves none."""

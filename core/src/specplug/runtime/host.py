@@ -14,13 +14,14 @@ from specplug import tree
 from specplug.accept import Rule, Verdict, VerifyRow, accept
 from specplug.drafter import SamplingView, StepView
 from specplug.models.base import BatchRow, ForwardBatch, TargetModel
+from specplug.proposal import HostProposal
 from specplug.runtime.attention.torch import AttentionRow, TorchAttention
 from specplug.runtime.commit import Outcome
 from specplug.runtime.draft_kv import StepRows
 from specplug.runtime.drafting import Drafting
 from specplug.runtime.kv import KVPool, PagePool
 from specplug.runtime.logprobs import TokenLogprob, token_logprobs
-from specplug.runtime.request import Draft, Request
+from specplug.runtime.request import Request
 from specplug.runtime.sampler import sampling_view
 from specplug.runtime.scheduler import Row
 
@@ -38,6 +39,8 @@ class HostExecutor:
         self._pages = pages
         self._pool = pool
         self._drafting = drafting
+        # On a CPU both sides of a proposal are one memory, whoever writes it.
+        self._proposed = HostProposal(drafting.proposal) if drafting else None
         self._rule: Rule = rule
         self._mean = mean
         self._state: dict[int, Any] = {}  # what a model without paged KV keeps per slot
@@ -93,30 +96,12 @@ class HostExecutor:
         drafting = self._drafting
         if drafting is None or drafting.failed:
             return
-        wishes = [drafting.wish(row, row.request.kv_len, row.request.kv_len) for row in step.rows]
-        limits = [wish.limit(wish.request.kv_len) for wish in wishes]
-        view = self._view(step)
-        view.host = drafting.host_view(wishes)
-        drafting.started.begin(_where(step.rows))
-        drafting.proposal.begin({wish.slot: limit for wish, limit in zip(wishes, limits, strict=True)})
-        drafting.hand(view, any(limits))
-        if drafting.failed:
-            return
-        proposal = drafting.proposal
-        for wish, limit in zip(wishes, limits, strict=True):
-            count = min(int(proposal.num_valid[wish.slot]), limit)
-            if count <= 0:
-                continue
-            tokens = proposal.tokens[wish.slot, :count].tolist()
-            parents = proposal.parents[wish.slot, :count].tolist()
-            sound = drafting.sound(wish.slot, tokens, parents)
-            if not sound:
-                continue
-            q = None
-            if proposal.q is not None and bool(proposal.dense[wish.slot]):
-                q = proposal.q[wish.slot, :sound].clone()
-            wish.request.draft = Draft(tokens[:sound], parents[:sound], q)
-            wish.request.drafted = sound
+
+        def ready() -> StepView:
+            drafting.started.begin(_where(step.rows))
+            return self._view(step)
+
+        drafting.round(step.rows, ready, self._proposed)
 
     def _view(self, step: HostStep) -> StepView:
         assert self._drafting is not None

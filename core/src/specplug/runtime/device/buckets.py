@@ -24,7 +24,7 @@ class Buckets:
         """
         self.rows = row_ladder(slots)
         while len(self.rows) > most:
-            self.rows = self.rows[-1::-2][::-1][-most:]
+            self.rows = self.rows[::-2][::-1]
         every = {rows: token_ladder(rows, width) for rows in self.rows}
         kept = {rows: [totals[0]] for rows, totals in every.items()}
         left = most - len(kept)

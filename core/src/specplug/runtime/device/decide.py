@@ -25,7 +25,7 @@ from specplug.runtime.device.rows import StepRows
 from specplug.runtime.device.sampling import Filters, SlotOptions, filtered
 from specplug.runtime.device.upload import upload
 from specplug.runtime.device.walk import Drafts, Walked, lineage, walk
-from specplug.runtime.device.work import LiveRow, Work, WorkRow, plan_work
+from specplug.runtime.device.work import LiveRow, Work, WorkRow, needs_host, plan_work
 from specplug.runtime.request import Request
 
 
@@ -79,12 +79,8 @@ class Decider:
             seed=request.seed,
             choice=request.choice,
         )
-        if request.processors is not None and not request.processors.custom:
+        if request.processors is not None and not needs_host(request):
             self._penalties.admit(request)
-
-    def needs_host(self, request: Request) -> bool:
-        """Whether rows of `request` are decided on the host, so that the host must know every token before."""
-        return request.processors is not None and request.processors.custom
 
     def warm_up(self, rows: StepRows, logits: Tensor) -> None:
         """Run every kernel that some request may need, so that none is compiled while serving.

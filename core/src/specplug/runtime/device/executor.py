@@ -27,6 +27,7 @@ from specplug.runtime.device.rows import StepRows
 from specplug.runtime.device.statics import Statics
 from specplug.runtime.device.step import DeviceStep
 from specplug.runtime.device.stream import Mark
+from specplug.runtime.device.work import needs_host
 from specplug.runtime.drafting import Drafting, Wish
 from specplug.runtime.kv import KVPool
 from specplug.runtime.request import Request
@@ -119,7 +120,7 @@ class DeviceExecutor:
         """See `Executor`: not where a drafter or the host's own code has a say, or log-probabilities are read."""
         if self.drafting is not None and not self.drafting.failed:
             return False
-        return not any(row.request.sampling.logprobs or self._decider.needs_host(row.request) for row in rows)
+        return not any(row.request.sampling.logprobs or needs_host(row.request) for row in rows)
 
     def launch(self, rows: Sequence[Row]) -> DeviceStep:
         """See `Executor`."""
@@ -169,15 +170,13 @@ class DeviceExecutor:
         drafting = self.drafting
         if drafting is None or drafting.failed:
             return
-        wishes = [drafting.wish(row, row.request.kv_len, row.request.kv_len) for row in rows]
-        limits = [wish.limit(wish.request.kv_len) for wish in wishes]
-        if self._looks_at_tensors():  # and may write KV to pages that were reserved a moment ago
-            self._statics.pages.write(self._statics.pages.changed())
-        view = self._ready(drafting, packed)
-        view.host = drafting.host_view(wishes)
-        drafting.hand_host(view, dict(zip((wish.slot for wish in wishes), limits, strict=True)))
-        if not drafting.failed:
-            drafting.take_host(wishes, limits)
+
+        def ready() -> StepView:
+            if self._looks_at_tensors():  # and may write KV to pages that were reserved a moment ago
+                self._statics.pages.write(self._statics.pages.changed())
+            return self._ready(drafting, packed)
+
+        drafting.round(rows, ready, self._proposed)
         if self._looks_at_tensors() and self._idle_since is not None:
             self._idle_since.record()  # what was launched here is the device's work as well
 
@@ -202,7 +201,7 @@ class DeviceExecutor:
         drafting = self._early()
         if drafting is not None and drafting.plan.reads_back and any(row.drafted for row in rows):
             valid = drafting.proposal.num_valid.tolist()  # the wait that the plan declares
-            rows = [row._replace(drafted=max(0, min(row.drafted, valid[row.slot]))) for row in rows]
+            rows = [row._replace(drafted=min(row.drafted, valid[row.slot])) for row in rows]
         if not self._statics.sizes.trees:
             return rows
         return sorted(rows, key=lambda row: may_branch(row, trees=True))
@@ -273,7 +272,7 @@ class DeviceExecutor:
         """Launch `ingest` and `propose`; rows that turn out to have ended are dropped after."""
         drafting.hand(self._ready(drafting, packed), any(wish.cap for wish in wishes))
         proposal = drafting.proposal
-        torch.minimum(proposal.num_valid, proposal.limit, out=proposal.num_valid)
+        torch.minimum(proposal.num_valid, proposal.limit, out=proposal.num_valid).clamp_(min=0)
 
     def _ready(self, drafting: Drafting, packed: Packed) -> StepView:
         """Return the committed step as the drafter sees it, its KV views and graphs set to it."""

@@ -16,6 +16,11 @@ from specplug.runtime.device.upload import upload
 from specplug.runtime.request import Request
 
 
+def needs_host(request: Request) -> bool:
+    """Say whether rows of `request` are decided on the host, so that the host must know every token before."""
+    return request.processors is not None and request.processors.custom
+
+
 class LiveRow(Protocol):
     """What acceptance reads of a `specplug.runtime.scheduler.Row`."""
 
@@ -77,8 +82,7 @@ class WorkRow:
     @property
     def custom(self) -> bool:
         """It has a processor that only the host can call."""
-        processors = self.live.request.processors
-        return processors is not None and processors.custom
+        return needs_host(self.live.request)
 
 
 @dataclass(frozen=True, slots=True)
