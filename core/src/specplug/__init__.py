@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from specplug.combine import combined_plan
 from specplug.errors import DrafterFailedError, RefusedError, UserError
 from specplug.hookspecs import hookimpl
-from specplug.models.shape import model_shape
+from specplug.models.family import DecoderConfig, Rope, decoder_sizes
+from specplug.models.shape import last_draft_position, model_shape
 from specplug.names import fold
 from specplug.sampling import SamplingParams
 from specplug.spec import (
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         StepView,
         TargetView,
     )
-    from specplug.models.draft import DraftModel, Reading
+    from specplug.models.draft import DraftModel, KVPart, KVStep, Reading
     from specplug.proposal import HostProposal, Proposal
     from specplug.runtime.engine import Engine
     from specplug.runtime.request import Delta, Result
@@ -71,7 +72,7 @@ _HEAVY = {
         ),
         "specplug.drafter",
     ),
-    **dict.fromkeys(("DraftModel", "Reading"), "specplug.models.draft"),
+    **dict.fromkeys(("DraftModel", "KVPart", "KVStep", "Reading"), "specplug.models.draft"),
     **dict.fromkeys(("HostProposal", "Proposal"), "specplug.proposal"),
     "Engine": "specplug.runtime.engine",
     **dict.fromkeys(("Delta", "Result"), "specplug.runtime.request"),
@@ -84,6 +85,7 @@ __all__ = [
     "Capabilities",
     "Checkpoint",
     "Claim",
+    "DecoderConfig",
     "Defaults",
     "Delta",
     "DraftContext",
@@ -98,6 +100,8 @@ __all__ = [
     "HostRow",
     "HostView",
     "KVLayers",
+    "KVPart",
+    "KVStep",
     "KVView",
     "Limits",
     "ModelShape",
@@ -110,6 +114,7 @@ __all__ = [
     "RefusedError",
     "RequestView",
     "Result",
+    "Rope",
     "RunInfo",
     "SamplingParams",
     "SamplingView",
@@ -121,8 +126,10 @@ __all__ = [
     "TargetView",
     "UserError",
     "combined_plan",
+    "decoder_sizes",
     "fold",
     "hookimpl",
+    "last_draft_position",
     "model_shape",
 ]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specplug.layers import fused
+from specplug.models.family import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ class Rotary(nn.Module):
         self.register_buffer("table", torch.cat((angles.cos(), angles.sin()), dim=-1).to(device), persistent=False)
         self.max_position = max_position
 
+    @classmethod
+    def of(cls, rope: Rope, head_dim: int, max_position: int, *, device: torch.device | str | None = None) -> Rotary:
+        """Return the table that a config's `rope` asks for."""
+        return cls(head_dim, max_position, rope.theta, _scaling(rope), device=device)
+
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), [T, 1, head_dim / 2] each in `dtype`, for `positions` int64 [T].
 
@@ -115,3 +121,13 @@ class Angles:
         if self._cos_sin is None:
             self._cos_sin = self._rotary(self._positions, self._dtype)
         return apply_rotary(x, *self._cos_sin)
+
+
+def _scaling(rope: Rope) -> RotaryScaling | None:
+    if rope.kind == "linear":
+        return RotaryScaling("linear", rope.factor)
+    if rope.kind == "llama3":
+        return RotaryScaling(
+            "llama3", rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position
+        )
+    return None

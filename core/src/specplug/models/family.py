@@ -82,6 +82,18 @@ def architecture(config: Mapping[str, Any]) -> str:
     return str(named[0])
 
 
+def decoder_sizes(config: Mapping[str, Any], like: str | None = None, name: str = "MODEL") -> DecoderConfig:
+    """Parse the ``config.json`` of Llama-family layers, such as a draft head's.
+
+    `like`: the architecture (a key of `FAMILIES`) whose rules apply, whatever `config` names; None: its own. A
+    `UserError` that calls the model by `name` says what is missing, or what layers of this family would not compute.
+    """
+    try:
+        return decoder_config(config if like is None else {**config, "architectures": [like]})
+    except UserError as error:
+        raise type(error)(str(error).replace("MODEL", name)) from error
+
+
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Parse a Llama-family `config`.
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from specplug.errors import UserError
 from specplug.models.family import NotCoveredError, decoder_config, refuse_quantized
-from specplug.spec import Checkpoint, KVLayers, ModelShape, Refusal
+from specplug.spec import Checkpoint, Facts, KVLayers, ModelShape, Refusal
 
 _WHOLE = ("embed_tokens.weight", "layers.0.input_layernorm.weight", "norm.weight")
 """Tensors, but for a leading ``model.``, without which a checkpoint of the built-in decoder's is no whole model."""
@@ -38,6 +38,17 @@ def model_shape(checkpoint: Checkpoint, name: str = "the draft model") -> ModelS
     except UserError as error:
         reason = str(error).replace(f"MODEL {checkpoint.path!r}", name).replace("MODEL", name)
         return Refusal(reason=reason, try_instead="--speculative-draft-model-path with a causal language model")
+
+
+def last_draft_position(facts: Facts, max_position: int) -> int | None:
+    """Return the last token index to draft at, for a plan's `max_position`; None where no text gets that far.
+
+    `max_position`: positions that the draft was made for. The texts are bounded by the context length that was asked
+    for and by the target's window.
+    """
+    bounds = (facts.target.config.get("max_position_embeddings"), facts.limits.context_length)
+    known = [bound for bound in bounds if isinstance(bound, int)]
+    return None if known and min(known) <= max_position else max_position - 1
 
 
 def grouped(layers: Iterable[Geometry]) -> tuple[KVLayers, ...]:

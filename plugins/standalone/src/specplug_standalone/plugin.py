@@ -14,6 +14,7 @@ from specplug import (
     Refusal,
     UserError,
     hookimpl,
+    last_draft_position,
     model_shape,
 )
 from specplug_standalone import vocab
@@ -62,7 +63,7 @@ def plan(config: StandaloneConfig, facts: Facts, depth: int | None) -> DraftPlan
         depth=nodes,
         kv=tuple(group.model_copy(update={"scratch_rows": nodes}) for group in shape.kv),
         catch_up="tokens",
-        max_position=_last_position(facts, shape),
+        max_position=last_draft_position(facts, shape.max_position),
         bytes_fixed=_map_bytes(facts, shape),
         bytes_per_slot=shape.hidden_size * item,
     )
@@ -71,13 +72,6 @@ def plan(config: StandaloneConfig, facts: Facts, depth: int | None) -> DraftPlan
 def mapped(facts: Facts) -> bool:
     """Whether ids have to be translated: the tokenizers differ (which `plan` lets through only when asked to)."""
     return facts.first_vocab_difference is not None and not vocab.extends(facts)
-
-
-def _last_position(facts: Facts, shape: ModelShape) -> int | None:
-    """Return the last token index to draft at, where the draft's window is shorter than the texts may get."""
-    bounds = (facts.target.config.get("max_position_embeddings"), facts.limits.context_length)
-    known = [bound for bound in bounds if isinstance(bound, int)]
-    return None if known and min(known) <= shape.max_position else shape.max_position - 1
 
 
 def _map_bytes(facts: Facts, shape: ModelShape) -> int:
