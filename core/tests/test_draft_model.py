@@ -153,21 +153,22 @@ def test_forward_over_draft_kv_is_a_dense_forward(family: str, own: bool, tmp_pa
 def test_dummy_weights_are_others_than_the_targets(tmp_path: Path) -> None:
     """Or a draft of the target's shape would be right every time."""
     target = decoder_target(1, folder=tmp_path)
-    facts = Facts(target=target.checkpoint, draft=target.checkpoint)
+    nothing_stored = target.checkpoint.model_copy(update={"tensors": None})
 
-    def head(**options: Any) -> torch.Tensor:
-        made: DraftModel = EngineContext(facts, 1, CPU, torch.float32, 64, **options).model("draft")
+    def head(draft: Checkpoint) -> torch.Tensor:
+        facts = Facts(target=target.checkpoint, draft=draft)
+        made: DraftModel = EngineContext(facts, 1, CPU, torch.float32, 64).model("draft")
         return made.logits(torch.eye(32))
 
-    assert head(load_format="dummy").equal(head(load_format="dummy"))
-    assert not head(load_format="dummy").equal(head())
+    assert head(nothing_stored).equal(head(nothing_stored))
+    assert not head(nothing_stored).equal(head(target.checkpoint))
     made_up = load_model(tmp_path, target.checkpoint, dtype=torch.float32, device=CPU, dummy_seed=0)
-    assert not head(load_format="dummy").equal(made_up.logits(torch.eye(32)))
-    assert head().equal(target.model.logits(torch.eye(32)))
+    assert not head(nothing_stored).equal(made_up.logits(torch.eye(32)))
+    assert head(target.checkpoint).equal(target.model.logits(torch.eye(32)))
 
 
 def test_a_draft_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(path=str(tmp_path), config=decoder_config())
+    checkpoint = Checkpoint(path=str(tmp_path), config=decoder_config(), tensors={})
     context = EngineContext(Facts(target=checkpoint, draft=checkpoint), 1, CPU, torch.float32, 64)
     with pytest.raises(UserError, match=f"--speculative-draft-model-path {tmp_path}: ") as told:
         context.model("draft")

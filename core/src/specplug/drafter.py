@@ -225,7 +225,13 @@ class DraftContext(Protocol):
         rename: Callable[[str], str | None],
         prefix: str = "",
     ) -> None:
-        """Fill `module` through `weights`; a tensor missing or unexpected is an error with the list."""
+        """Fill `module` from the stored tensors whose names start with `prefix`.
+
+        `rename` turns a stored name into one of `module`'s parameters or persistent buffers (the parts of a
+        `FusedLinear` under their own names), or None: skip it. A tensor missing, of another shape, or under `prefix`
+        and neither used nor skipped is an error with the list; without a `prefix`, the rest of a target's file is not.
+        Where the checkpoint's load format is ``dummy``, values are random.
+        """
 
     def model(self, which: Literal["draft", "target"]) -> DraftModel:
         """Return the checkpoint as a causal language model to run over `Arena.draft_kv`, loaded as targets are.

@@ -85,14 +85,7 @@ def build(
     pages = PagePool(options.max_running_requests, size.pages, options.page_size, size.max_tokens + beyond)
     with _stage("allocate KV pages", device), refusing_out_of_memory("allocate KV pages", lambda: report):
         pool = KVPool(target.model.kv_layers, pages.rows_with_trash, dtype, device)
-    context = EngineContext(
-        run.facts,
-        options.max_running_requests,
-        device,
-        dtype,
-        target.model.vocab_size,
-        load_format=options.speculative_draft_load_format,
-    )
+    context = EngineContext(run.facts, options.max_running_requests, device, dtype, target.model.vocab_size)
     parts = Parts(run, target, options, context, pages, pool, size.max_tokens)
     assemble = _on_host if device.type == "cpu" else _on_device
     executor, drafting, eager = assemble(parts, report)

@@ -48,8 +48,6 @@ class EngineContext:
     parallel: Parallel = field(default_factory=Parallel)
     rule: Rule = "coupled"
     """The acceptance rule: what proposals record depends on it."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """``dummy``: the draft's weights are random and no file of it is read."""
     parts: list[Part] = field(default_factory=list)
     """Drafters that this one's drafter has built, in order."""
 
@@ -65,29 +63,32 @@ class EngineContext:
         prefix: str = "",
     ) -> None:
         """See `specplug.DraftContext`."""
-        if which == "draft" and self.load_format == "dummy":
+        if self._dummy(which):
             fill_dummy(module, _DUMMY_SEED)
             return
-        # A draft's file is the drafter's own: what it does not use was misread. A target's holds much else.
-        fill_module(module, self._folder(which), rename, prefix, strict=which == "draft")
+        # What the drafter calls its own and does not use was misread; a target's file holds much else.
+        fill_module(module, self._folder(which), rename, prefix, strict=which == "draft" or bool(prefix))
 
     def model(self, which: Literal["draft", "target"]) -> DraftModel:
         """See `specplug.DraftContext`."""
         folder = self._folder(which)
-        dummy = which == "draft" and self.load_format == "dummy"
         try:
             model = load_model(
                 Path(folder),
                 self._checkpoint(which),
                 dtype=self.dtype,
                 device=self.device,
-                dummy_seed=_DUMMY_SEED if dummy else None,
+                dummy_seed=_DUMMY_SEED if self._dummy(which) else None,
             )
         except UserError as error:
             if which == "target":
                 raise
             raise UserError(f"--speculative-draft-model-path {folder}: {error}") from error
         return DraftModel(model.requires_grad_(False))
+
+    def _dummy(self, which: Literal["draft", "target"]) -> bool:
+        """Whether its load format is dummy: weights are random then, and no file of it is read."""
+        return self._checkpoint(which).tensors is None
 
     def _folder(self, which: Literal["draft", "target"]) -> str:
         return self._checkpoint(which).path
