@@ -200,7 +200,7 @@ class Bench:
         return measure(engine, batch, GREEDY, self._steps, None, None)
 
     def _loaded(self, changes: Mapping[str, Any]) -> Target:
-        if self._target is None or self._target[0] is not changes:
+        if self._target is None or self._target[0] != changes:
             self._target = None
             torch.cuda.empty_cache()
             layers = self._layers if self._layers else changes.get("num_hidden_layers", 32)
@@ -239,12 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             own_steps.setdefault((case.algorithm, batch), row.get("own step"))
             found.append(row)
-            print(
-                " ".join(
-                    f"{key} {each:.2f}" if isinstance(each, float) else f"{key} {each}" for key, each in row.items()
-                ),
-                flush=True,
-            )
+            told = (f"{key} {each:.2f}" if isinstance(each, float) else f"{key} {each}" for key, each in row.items())
+            print(" ".join(told), flush=True)
             torch.cuda.empty_cache()
     if options.json:
         Path(options.json).write_text(json.dumps({"host": host, "rows": found}, indent=1))
