@@ -186,6 +186,46 @@ class TakesTooMuch(LookBack):
         arena.static("more", (64,), torch.float32)
 
 
+class Asking(DenseTable):
+    """Waits for the device to learn whether anything is wanted."""
+
+    def propose(self, step: Any, out: Any) -> None:
+        if step.root.max() >= 0:
+            super().propose(step, out)
+
+
+class Reading(DenseTable):
+    """Reads the roots without an operation."""
+
+    def propose(self, step: Any, out: Any) -> None:
+        step.root.tolist()
+        super().propose(step, out)
+
+
+class Picking(DenseTable):
+    """Indexes by a mask, whose result has a length that only the device knows."""
+
+    def propose(self, step: Any, out: Any) -> None:
+        out.num_valid[step.slots[step.final]] = 0
+        super().propose(step, out)
+
+
+class Copying(DenseTable):
+    """Makes a tensor of Python's numbers in every step."""
+
+    def propose(self, step: Any, out: Any) -> None:
+        torch.tensor([1, 2])
+        super().propose(step, out)
+
+
+class NoScratchRow(DenseTable):
+    """Keeps something for each slot, and nothing for the one of pad rows."""
+
+    def propose(self, step: Any, out: Any) -> None:
+        step.kv_len + torch.zeros(self.ctx.slots, dtype=torch.int64)[step.slots]
+        super().propose(step, out)
+
+
 class Truncating(DenseTable):
     """Drops a draft by its own probability: what exists no longer follows q."""
 
@@ -248,14 +288,14 @@ def tree_plan(config: Any, facts: Any, depth: int | None) -> DraftPlan:
 def dense_plan(config: Any, facts: Any, depth: int | None) -> DraftPlan:
     plan = sound_plan(config, facts, depth)
     vocab = facts.target.config.get("vocab_size", 1)
-    needs = Capabilities(proposal_probs="dense")
+    needs = Capabilities(proposal_probs="dense", graph_safe=True)
     return plan.model_copy(update={"needs": needs, "bytes_fixed": 4 * vocab * vocab})
 
 
 def spec_of(drafter: type[Drafter], **changes: Any) -> AlgorithmSpec:
     dense = issubclass(drafter, DenseTable)
     capabilities = (
-        Capabilities(proposal_probs="dense")
+        Capabilities(proposal_probs="dense", graph_safe=True)
         if dense
         else Capabilities(runs_on=frozenset({"host"}), shapes=frozenset({"chain", "tree"}))
     )
@@ -340,6 +380,8 @@ DRAFTERS: dict[str, tuple[type[Drafter], dict[str, Any]]] = {
     "two_engines_do_not_interfere": (Global, {}),
     "greedy_equals_reference": (Raising, {}),
     "sampled_distribution:rejection": (LyingQ, {}),
+    "nothing_waits": (Asking, {}),
+    "device_path_equals_reference": (NoScratchRow, {}),
 }
 
 
@@ -355,6 +397,15 @@ def test_the_sound_drafter_passes(check: str, tmp_path: Path) -> None:
     sound = DenseTable if issubclass(DRAFTERS[check][0], DenseTable) else LookBack
     with opened(tmp_path, spec_of(sound)) as (subject, bench):
         run_check(check, subject, bench)
+
+
+@pytest.mark.parametrize("drafter", [Asking, Reading, Picking, Copying])
+def test_every_way_to_wait_is_noticed(drafter: type[Drafter], tmp_path: Path) -> None:
+    with (
+        opened(tmp_path, spec_of(drafter)) as (subject, bench),
+        pytest.raises(AssertionError, match=f"in {drafter.__name__}.propose, line"),
+    ):
+        run_check("nothing_waits", subject, bench)
 
 
 def test_equal_siblings_are_noticed(tmp_path: Path) -> None:
@@ -610,5 +661,6 @@ def test_a_check_with_a_reason_must_fail_strictly() -> None:
 
 def test_every_check_has_a_mutant() -> None:
     one_by_one = {"manifest_loads", "manifest_is_light", "core_range_has_both_bounds", "no_check_is_missing"}
+    one_by_one.add("cuda_equals_reference")  # needs CUDA; it says there what device_path_equals_reference says here
     covered = {name.partition(":")[0] for name in (*DRAFTERS, *MANIFESTS, *CORE)} | one_by_one
     assert covered == set(check_names())

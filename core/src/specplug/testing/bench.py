@@ -152,10 +152,19 @@ class Bench:
         """Plan the subject with `changes` to its options."""
         return plan_run(self.registry, self.subject.algorithm, {**self.config(), **changes}, self.facts())
 
-    def engine(self, changes: Mapping[str, Any] | None = None, kind: Kind = "ids", **options: Any) -> Engine:
-        """Return an engine with the subject and `changes` to its options. Pages are small, so borders are many."""
+    def engine(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        kind: Kind = "ids",
+        target: Target | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Return an engine with the subject and `changes` to its options. Pages are small, so borders are many.
+
+        `target`: the one of this kind on another device.
+        """
         return Engine(
-            self.target(kind),
+            target or self.target(kind),
             algorithm=self.subject.algorithm,
             config={**self.config(kind), **(changes or {})},
             registry=self.registry,

@@ -17,13 +17,14 @@ import pytest
 from specplug.models.target import Target
 from specplug.testing.bench import Bench, Kind
 from specplug.testing.checks_declared import DeclaredChecks
+from specplug.testing.checks_device import DeviceChecks
 from specplug.testing.checks_drafter import DrafterChecks
 from specplug.testing.checks_engine import EngineChecks
 
 _PREFIX = "test_"
 
 
-class DrafterConformance(DeclaredChecks, DrafterChecks, EngineChecks):
+class DrafterConformance(DeclaredChecks, DrafterChecks, EngineChecks, DeviceChecks):
     """The conformance kit for one algorithm. Set `algorithm`; the rest has defaults.
 
     A check that cannot hold for a drafter is named in `expected_failures` with the reason: it must then
