@@ -49,7 +49,7 @@ class DeviceChecks:
             return call
 
         drafter = load_drafter_class(bench.run())
-        calls = {name: watched(getattr(drafter, name)) for name in ("ingest", "propose")}
+        calls: dict[str, Any] = {name: watched(getattr(drafter, name)) for name in ("ingest", "propose")}
         with patch.multiple(drafter, **calls), device_path(), bench.engine(max_running_requests=3) as engine:
             engine.generate(PROMPTS[:3], [_GREEDY, _SAMPLED, _GREEDY])
         assert watch.seen, "neither ingest nor propose did anything"
@@ -63,7 +63,11 @@ class DeviceChecks:
             pytest.skip("needs a CUDA device")
         target = bench.target()
         there = dataclasses.replace(target, model=copy.deepcopy(target.model).to("cuda"))
-        options = {"chunked_prefill_size": 8, "max_running_requests": 3, "disable_cuda_graph": not graphs}
+        options: dict[str, Any] = {
+            "chunked_prefill_size": 8,
+            "max_running_requests": 3,
+            "disable_cuda_graph": not graphs,
+        }
         with bench.engine(target=there, **options) as engine:
             for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, _GREEDY), strict=True):
                 assert not result.error, f"prompt {list(prompt)}: {result.error}"

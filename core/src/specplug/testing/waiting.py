@@ -70,7 +70,8 @@ def watching(watch: Watch) -> Iterator[None]:
 
         return read
 
-    with patch.multiple(Tensor, **{name: told(name) for name in _BYPASSING}), watch:
+    instead: dict[str, Any] = {name: told(name) for name in _BYPASSING}
+    with patch.multiple(Tensor, **instead), watch:
         yield
 
 
