@@ -33,11 +33,11 @@ _SHARED, _CORE = "/specplug/", "/specplug/runtime/"
 """What the core is made of, and the part of it that has another form on a device than the one that a CPU runs."""
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, collects in `found` what was asked and where; `seen` counts all operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
         self.seen = 0
 
