@@ -14,8 +14,8 @@ run kernels $gpu/test_units.py $gpu/test_decide.py $gpu/test_layers.py
 run greedy $gpu/test_engine.py -k "greedy_ids"
 run alike $gpu/test_engine.py -k "long or neighbours or same_seed or replay or steps_say or run_ahead"
 run rest $gpu/test_engine.py -k "not (greedy_ids or long or neighbours or same_seed or replay or steps_say or run_ahead)"
-for file in plugins/*/tests/test_gpu.py; do
-  [ -f "$file" ] && run "$(echo "$file" | cut -d/ -f2)" "$file"
+for folder in plugins/*/tests; do
+  run "$(echo "$folder" | cut -d/ -f2)" "$folder"
 done
 wait
 for name in $names; do echo "== $name"; cat "$logs/$name"; done > "$OUT/tests.log"
