@@ -34,6 +34,7 @@ from specplug.spec import (
     SpecConfig,
     StepStats,
     TapRequest,
+    TensorInfo,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         TargetView,
     )
     from specplug.models.draft import DraftModel, KVPart, KVStep, Reading
+    from specplug.models.draft_block import DraftBlock, draft_blocks
     from specplug.proposal import HostProposal, Proposal
     from specplug.runtime.engine import Engine
     from specplug.runtime.request import Delta, Result
@@ -73,6 +75,7 @@ _HEAVY = {
         "specplug.drafter",
     ),
     **dict.fromkeys(("DraftModel", "KVPart", "KVStep", "Reading"), "specplug.models.draft"),
+    **dict.fromkeys(("DraftBlock", "draft_blocks"), "specplug.models.draft_block"),
     **dict.fromkeys(("HostProposal", "Proposal"), "specplug.proposal"),
     "Engine": "specplug.runtime.engine",
     **dict.fromkeys(("Delta", "Result"), "specplug.runtime.request"),
@@ -88,6 +91,7 @@ __all__ = [
     "DecoderConfig",
     "Defaults",
     "Delta",
+    "DraftBlock",
     "DraftContext",
     "DraftModel",
     "DraftPlan",
@@ -124,9 +128,11 @@ __all__ = [
     "StepView",
     "TapRequest",
     "TargetView",
+    "TensorInfo",
     "UserError",
     "combined_plan",
     "decoder_sizes",
+    "draft_blocks",
     "fold",
     "hookimpl",
     "last_draft_position",

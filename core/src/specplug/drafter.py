@@ -82,11 +82,24 @@ class StepView:
     depth: int  # scheduler: longest path wanted now
     host: HostView | None  # host commit: only with "host" in plan.needs.runs_on
 
-    def following(self) -> Tensor:
-        """Return the L tokens after each kept token, int64 [T,L]; -1 = not known yet, or the token was rejected.
+    def last_kept(self) -> Tensor:
+        """Return where each row's last kept token stands among the step's tokens, int64 [R]; any place for pad rows."""
+        return torch.clamp(self.row_start[:-1] + self.num_kept - 1, 0, len(self.tokens) - 1)
 
-        What a drafter that pairs a hidden state with the next token feeds to its `ingest`.
+    def shifted(self) -> Tensor:
+        """Return the token that follows each kept one, int64 [T]: what is paired with its hidden state in `ingest`.
+
+        For rejected and pad tokens, and where the next one is not known, it is any token: `following` tells them apart,
+        at four times the kernels.
         """
+        total = len(self.tokens)
+        found = torch.cat((self.tokens[1:], self.tokens[:1], self.tokens[:1]))
+        # What follows the last kept token is no token of this step. Pad rows keep none, and write behind all.
+        at = torch.where(self.num_kept > 0, self.row_start[:-1] + self.num_kept - 1, total)
+        return found.index_copy_(0, at, self.root.clamp_min(0))[:total]
+
+    def following(self) -> Tensor:
+        """Return the L tokens after each kept token, int64 [T,L]; -1 = not known yet, or the token was rejected."""
         token = torch.arange(len(self.tokens), device=self.tokens.device)
         # Pad tokens lie behind all rows; counted to the last one they are none of its kept tokens.
         row = torch.searchsorted(self.row_start[1:], token, right=True).clamp_max(len(self.slots) - 1)

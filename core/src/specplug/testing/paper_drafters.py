@@ -106,7 +106,7 @@ class Shifted(Paper):
         self.first = arena.per_slot("first", (), torch.int64)
 
     def ingest(self, step: StepView) -> None:
-        following = step.following()[:, 0].clamp_min(0)
+        following = step.shifted()
         x = self.layer.fuse(self.embed(following), step.taps[0])
         out = self.layer.run(self.kv, 0, self.rows, x, self.rope(step.positions))[last_kept(step)]
         self.state[step.slots] = out

@@ -28,7 +28,7 @@ class Tree(Paper):
         self.state = arena.per_slot("state", (self.hidden,), torch.float32)
 
     def ingest(self, step: StepView) -> None:
-        x = self.layer.fuse(self.embed(step.following()[:, 0].clamp_min(0)), step.taps[0])
+        x = self.layer.fuse(self.embed(step.shifted()), step.taps[0])
         out = self.layer.run(self.kv, 0, self.rows, x, self.rope(step.positions))
         self.state[step.slots] = out[last_kept(step)]
 

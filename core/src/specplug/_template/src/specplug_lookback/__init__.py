@@ -1,0 +1,1 @@
+"""A draft algorithm for specplug."""

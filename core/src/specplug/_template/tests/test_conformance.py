@@ -1,0 +1,5 @@
+from specplug.testing import DrafterConformance
+
+
+class TestLookback(DrafterConformance):
+    algorithm = "lookback"
