@@ -62,6 +62,7 @@ def a_request(rng: random.Random, slot: int, case: str) -> SimpleNamespace:
         tokens=prompt + output,
         prompt_len=len(prompt),
         processors=processors,
+        grammar=None,
         slot=slot,
     )
 
@@ -225,7 +226,7 @@ def test_synthetic_is_bounded_by_the_first_path() -> None:
 def test_a_greedy_batch_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specplug.runtime.device.work.upload", None)
     row = SimpleNamespace(
-        request=SimpleNamespace(sampling=SamplingParams(temperature=0), processors=None),
+        request=SimpleNamespace(sampling=SamplingParams(temperature=0), processors=None, grammar=None),
         slot=0,
         start=3,
         tokens=[1],
@@ -247,6 +248,7 @@ def test_a_row_whose_options_forbid_everything_has_no_token() -> None:
         tokens=[2],
         prompt_len=1,
         processors=processors_for(sampling, [2], ends=(1,), vocab=3),
+        grammar=None,
         slot=0,
     )
     row = SimpleNamespace(request=request, slot=0, start=0, tokens=[2], drafted=0)
@@ -271,6 +273,7 @@ def test_a_failing_custom_processor_is_told_by_row() -> None:
         tokens=[2],
         prompt_len=1,
         processors=processors_for(sampling, [2], ends=(), vocab=VOCAB, custom=broken),
+        grammar=None,
         slot=0,
     )
     row = SimpleNamespace(request=request, slot=0, start=0, tokens=[2], drafted=0)

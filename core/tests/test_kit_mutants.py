@@ -606,6 +606,8 @@ CORE: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "same_seed_same_text": (host, "accept", _by_draft),
     "greedy_equals_reference": (host, "accept", _drops_first),
     "sampled_distribution:coupled": (host, "accept", _drops_first),
+    "a_grammar_is_kept:coupled": (host, "allowed", lambda real: lambda rows, vocab: None),
+    "a_grammar_is_kept:rejection": (host, "allowed", lambda real: lambda rows, vocab: None),
     "sampled_distribution:rejection": (host, "accept", _drops_first),
 }
 

@@ -90,6 +90,8 @@ def _argmax(logits: Tensor) -> list[int]:
 def _values(row: VerifyRow, logits: Tensor, mask: Tensor | None) -> _Values:
     def at(node: int, path: Sequence[int]) -> Tensor:
         index = row.start + node + 1
+        if mask is not None and not bool(mask[index].any()):
+            raise ProcessorError("no token is left: the mask forbids all")
         if row.processors is None:
             return logits[index]
         return row.processors.apply(logits[index], path, None if mask is None else mask[index])
@@ -127,7 +129,12 @@ def _choice(row: VerifyRow, values: _Values, best: Sequence[int], node: int, pat
     """Return the target's token below `node`: the likeliest of a greedy row, else a draw with the row's noise."""
     if not row.sampling.greedy:
         return _coupled(row, values(node, path), len(path))
-    return best[row.start + node + 1] if row.processors is None else int(values(node, path).argmax())
+    if row.processors is not None:
+        return int(values(node, path).argmax())
+    token = best[row.start + node + 1]
+    if token == 0:
+        values(node, path)  # raises where the mask forbids all, of which the argmax is 0 too
+    return token
 
 
 def _lead(row: VerifyRow, mean: float) -> int:

@@ -63,6 +63,15 @@ class EngineOptions(Frozen):
         description="rule for sampled rows: coupled (auto; the same seed gives the same text for any drafter), "
         "rejection, or synthetic:LEN, which is lossy: LEN tokens per verify on average, to measure cost",
     )
+    speculative_adaptive: bool = Field(False, description="choose how far to draft while running, 0 included")
+    speculative_adaptive_policy: Literal["ema", "cost"] | None = Field(
+        None,
+        description="ema (default): by accepted lengths and batch size; cost: by measured cost and acceptance, "
+        "so that drafting is never much slower than none",
+    )
+    speculative_adaptive_config: str | None = Field(
+        None, description="JSON file of candidates per batch size, as SGLang's, or what tune wrote"
+    )
     speculative_on_failure: Literal["plain", "stop"] = Field(
         "plain", description="when the drafter raises: go on without drafts, or end everything with an error"
     )

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specplug.adaptive.depths import SWITCH, Depths, Request
+from specplug.adaptive.settle import Adapted, adapt
 from specplug.errors import RefusedError, UserError
 from specplug.names import fold
 from specplug.resolve import resolve
@@ -55,6 +57,8 @@ class Run:
     trace: tuple[str, ...]
     """One line per decision, in order, with who made it."""
     warnings: tuple[Problem, ...]
+    depths: Depths | None = None
+    """What an adaptive run may choose from; `plan` is that of the deepest. None where the depth is fixed."""
 
     @property
     def info(self) -> RunInfo:
@@ -69,25 +73,32 @@ class Run:
         )
 
 
-def plan_run(registry: "Registry", word: str, given: Mapping[str, object], facts: Facts) -> Run:
+def plan_run(
+    registry: "Registry",
+    word: str,
+    given: Mapping[str, object],
+    facts: Facts,
+    adaptive: Request | None = None,
+) -> Run:
     """Settle a run, or refuse it with the reason and the nearest thing that works.
 
     `given` maps an algorithm's field names (underscores, no ``speculative_`` prefix) to text or typed
-    values. Raises `RefusedError`, whose `trace` holds the lines up to the refusal.
+    values; `adaptive`: what `adaptive_request` made of the engine's options. Raises
+    `RefusedError`, whose `trace` holds the lines up to the refusal.
     """
     resolution = resolve(registry, word, facts)
     trace = list(resolution.trace)
     try:
         if resolution.installed is None:
-            return _plain(word, given, facts, trace)
-        return _drafted(registry, word, resolution.installed, given, facts, trace)
+            return _plain(word, given, facts, trace, adaptive)
+        return _drafted(registry, word, resolution.installed, given, facts, trace, adaptive)
     except RefusedError as error:
         raise RefusedError(str(error), (*trace, *error.trace)) from error.__cause__
     except UserError as error:
         raise RefusedError(str(error), tuple(trace)) from error.__cause__
 
 
-def _plain(word: str, given: Mapping[str, object], facts: Facts, trace: list[str]) -> Run:
+def _plain(word: str, given: Mapping[str, object], facts: Facts, trace: list[str], adaptive: Request | None) -> Run:
     if given:
         options = ", ".join(flag(field) for field in given)
         raise RefusedError(
@@ -97,6 +108,9 @@ def _plain(word: str, given: Mapping[str, object], facts: Facts, trace: list[str
     if facts.draft is not None:
         said = f"the draft model {facts.draft.path} is not used: --speculative-algorithm is {NONE}"
         warnings = (Problem(severity="warning", field="draft_model_path", message=said),)
+    if adaptive is not None:
+        said = f"{SWITCH} has no effect: --speculative-algorithm is {NONE}"
+        warnings = (*warnings, Problem(severity="warning", field="adaptive", message=said))
     return Run(word, NONE, None, None, None, (), facts, tuple(trace), warnings)
 
 
@@ -107,6 +121,7 @@ def _drafted(
     given: Mapping[str, object],
     facts: Facts,
     trace: list[str],
+    adaptive: Request | None,
 ) -> Run:
     spec = installed.spec
     reserved = [field for field in spec.config_model.model_fields if is_reserved(field)]
@@ -118,14 +133,32 @@ def _drafted(
     answer = _ask(installed, settled.config, facts)
     if isinstance(answer, Refusal):
         raise RefusedError(f"{spec.name!r} cannot run here: {_sentence(answer.reason, answer.try_instead)}")
+    adapted = Adapted(settled, answer, None, ())
+    if adaptive is not None:
+        adapted = adapt(
+            adaptive,
+            given,
+            settled,
+            answer,
+            settle=lambda values: settle(registry, installed, values, facts),
+            ask=lambda config, depth: _ask(installed, config, facts, depth),
+            bug=lambda said: _bug(installed, said),
+        )
+        trace += adapted.trace
+    settled, answer, depths = adapted.settled, adapted.plan, adapted.depths
     trace.append(
         f"plan: {answer.nodes} drafts of depth {answer.depth}, {'/'.join(sorted(answer.needs.shapes))}, "
         f"{answer.bytes_fixed + answer.bytes_per_slot * facts.limits.max_running_requests} bytes"
     )
+    if depths is not None:
+        trace += depths.lines()
     _check_features(installed, answer, facts)
     warnings = (*settled.warnings, *_objections(registry, installed, settled.config, answer, facts, trace))
+    if adapted.warning is not None:
+        trace.append(f"warning: {adapted.warning.message}")
+        warnings = (*warnings, adapted.warning)
     name = spec.name
-    return Run(word, name, installed, settled.config, answer, settled.settings, facts, tuple(trace), warnings)
+    return Run(word, name, installed, settled.config, answer, settled.settings, facts, tuple(trace), warnings, depths)
 
 
 # --- planning and what the core checks itself ------------------------------------------------------------------------

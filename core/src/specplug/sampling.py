@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from specplug.frozen import Frozen
+from specplug.grammar.format import checked
 
 
 class SamplingParams(Frozen):
@@ -42,6 +43,10 @@ class SamplingParams(Frozen):
     ignore_eos: bool = Field(False, description="the model's own end-of-sequence ids are ordinary tokens")
     logprobs: bool = Field(False, description="report each token's log-probability before any of these options")
     top_logprobs: int = Field(0, ge=0, le=20, description="report that many of the likeliest tokens too")
+    response_format: Mapping[str, Any] | None = Field(
+        None, description="what the answer must be: text, a JSON object, or JSON that keeps to a schema"
+    )
+    detokenize: bool = Field(True, description="make text of the ids; off: none, unless stop strings need it")
 
     @property
     def greedy(self) -> bool:
@@ -87,6 +92,11 @@ class SamplingParams(Frozen):
                 raise ValueError(f"token {int(token)} is named twice: give one bias for it")
             bias[int(token)] = float(value)
         return bias
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _known_format(cls, given: object) -> object:
+        return checked(given)
 
     @field_validator("top_logprobs")
     @classmethod

@@ -34,6 +34,12 @@ def children(parents: Sequence[int]) -> list[list[int]]:
     return found
 
 
+def restricted(tokens: Sequence[int], parents: Sequence[int], kept: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens and parents of the nodes `kept`, ascending, each with all that is above it."""
+    place = {-1: -1} | {node: at for at, node in enumerate(kept)}
+    return [tokens[node] for node in kept], [place[parents[node]] for node in kept]
+
+
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
     """Return bool [1 + n, 1 + n]: entry (i, j) says that row token i sees row token j (itself, or an ancestor)."""
     mask = torch.eye(len(parents) + 1, dtype=torch.bool)

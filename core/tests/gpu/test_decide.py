@@ -296,6 +296,7 @@ def live_rows(options: list[SamplingParams], drafted: int) -> list[SimpleNamespa
             tokens=[1, 2, 3, 4, 5, 6, 3, 2],
             prompt_len=4,
             processors=processors_for(sampling, [1, 2, 3, 4], ends=(0,), vocab=VOCAB),
+            grammar=None,
             slot=slot,
         )
         made.append(SimpleNamespace(request=request, slot=slot, start=7, tokens=[-1], drafted=drafted))

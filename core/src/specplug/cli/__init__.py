@@ -23,6 +23,9 @@ COMMANDS = {
     "generate": "specplug.cli.generate",
     "demo": "specplug.cli.demo",
     "bench": "specplug.cli.bench",
+    "tune": "specplug.cli.tune",
+    "serve": "specplug.cli.serve",
+    "new": "specplug.cli.new",
 }
 """Command -> module with ``register(app, registry)``. Add a command here; it imports what is heavy inside functions."""
 

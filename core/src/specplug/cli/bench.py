@@ -27,10 +27,10 @@ def register(app: typer.Typer, registry: "Registry") -> None:
 
     @speculative_command(app, registry, "bench")
     def bench(
-        model: str,
         options: EngineOptions,
         algorithm: str,
         given: dict[str, object],
+        model: str | None = None,
         algorithms: Annotated[
             str | None,
             typer.Option(metavar="COLUMNS", help="NAME, NAME@FILE.json or LABEL=NAME@FILE.json, commas between"),
@@ -59,12 +59,58 @@ def register(app: typer.Typer, registry: "Registry") -> None:
             str | None, typer.Option("--json", metavar="FILE|-", help="write everything as JSON; - is the output")
         ] = None,
         plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="draw it; needs matplotlib")] = None,
+        url: Annotated[
+            str | None,
+            typer.Option(metavar="URL", help="put load on a running server instead; MODEL is its name there"),
+        ] = None,
+        request_rate: Annotated[
+            str | None, typer.Option(metavar="RATES", help="with --url: requests started a second, commas between")
+        ] = None,
     ) -> None:
         """Compare algorithms on MODEL: a folder, a .gguf file, a hub id, or 'demo'.
 
         The target is loaded once, and columns take turns on every batch. The first column is what speed-ups and
         texts refer to: usually 'none', plain decoding. Exit code 1 says that a column's text differs.
+        With --url: percentiles of a server's times, --batch-sizes clients at once or --request-rate.
         """
+        if url is not None:
+            from specplug.cli.bench_url import run_url
+
+            foreign: dict[str, object] = {
+                "--algorithms": algorithms,
+                flag("algorithm"): fold(algorithm) != NONE,
+                "--random-input": random_input,
+                "--output-len": output_len,
+                "--transformers": transformers,
+                "--plot": plot,
+            }
+            foreign |= {flag(field): True for field in given}
+            foreign |= {option_of(field): True for field in options.model_fields_set}
+            code = run_url(
+                url,
+                model=model,
+                prompts=prompts,
+                limit=limit,
+                per_category=per_category,
+                sampling={
+                    "temperature": temperature,
+                    "max_tokens": max_tokens or MAX_TOKENS,
+                    "ignore_eos": ignore_eos,
+                },
+                sizes=_sizes(batch_sizes),
+                rates=request_rate,
+                seed=seed,
+                repeat=repeat,
+                json_path=json_file,
+                elsewhere=foreign,
+            )
+            if code:
+                raise typer.Exit(code)
+            return
+        if request_rate is not None:
+            raise UserError(f"--request-rate {request_rate} is for a running server: add --url URL, or leave it out")
+        if model is None:
+            raise UserError("MODEL is missing: give the folder or hub id of a model, or --url of a running server")
         columns = _columns(algorithms, algorithm, given)
         sizes = _sizes(batch_sizes)
         if bool(prompts) == bool(random_input):

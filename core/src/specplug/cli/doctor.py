@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specplug.adaptive.depths import adaptive_request
 from specplug.cli.flags import speculative_command
 from specplug.cli.memory import estimate_memory, graphs_of
 from specplug.errors import RefusedError, UserError
@@ -30,6 +31,7 @@ def diagnose(
     report: dict[str, Any] = {"word": word, "model": model, "usable": False, "trace": [], "warnings": []}
     report["lossy"] = bool(options.lossy)
     try:
+        adaptive = adaptive_request(options)
         if model is None:
             resolution = resolve(registry, word, Facts.empty())
             report["trace"] = list(resolution.trace)
@@ -40,7 +42,7 @@ def diagnose(
         else:
             from specplug.facts import build_facts  # reads checkpoints, and may import torch
 
-            run = plan_run(registry, word, given, build_facts(model, options, elsewhere=True))
+            run = plan_run(registry, word, given, build_facts(model, options, elsewhere=True), adaptive)
             report |= _settled(run)
             report |= _placed(run, options)
         report["usable"] = True
@@ -62,6 +64,7 @@ def _settled(run: Run) -> dict[str, Any]:
     if run.installed is not None and run.plan is not None:
         found["distribution"], found["version"] = run.installed.distribution, run.installed.version
         found["plan"] = run.plan.model_dump(mode="json")
+        found["adaptive"] = run.depths.as_json() if run.depths else None
     return found
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import Field, ValidationError
 
+from specplug.adaptive.config import read_adaptive
+from specplug.adaptive.watching import chance, length
 from specplug.errors import UserError
 from specplug.frozen import Frozen
 from specplug.settings import explain, option_of
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 61, 15
 """Columns and rows of the drawn curve."""
+FROM = "--from"
 
 
 class Estimate(Frozen):
@@ -116,6 +119,30 @@ def report(run: Estimate) -> list[str]:
     return lines
 
 
+def from_file(path: str, batch: int, num_steps: int | None) -> dict[str, float]:
+    """Return the four numbers as ``specplug tune`` has measured them, at the nearest batch size that it has.
+
+    Acceptance is the constant chance that makes a chain as long as the measured one. Raises UserError where
+    the file holds no measurements.
+    """
+    measured = read_adaptive(path, FROM).measured
+    sizes = sorted({rows for rows, depth in measured.draft if depth > 0 and (rows, 0) in measured.draft})
+    sizes = [rows for rows in sizes if (rows, rows) in measured.verify and rows in measured.acceptance]
+    if not sizes:
+        raise UserError(f"{FROM} {path}: it holds no measurements: give a file that specplug tune --output wrote")
+    rows = min(sizes, key=lambda size: (abs(size - batch), size))
+    depths = [depth for at, depth in measured.draft if at == rows and depth > 0]
+    steps = max(depths) if num_steps is None else num_steps
+    nearest = min(depths, key=lambda depth: (abs(depth - steps), depth))
+    drafting = measured.draft[rows, nearest] - measured.draft[rows, 0]
+    return {
+        "alpha": chance(length(measured.acceptance[rows], steps), steps) if steps else 0.0,
+        "num_steps": steps,
+        "target_ms": 1e3 * (measured.verify[rows, rows] + measured.draft[rows, 0]),
+        "draft_ms": 1e3 * max(0.0, drafting) / nearest,
+    }
+
+
 def _never(run: Estimate) -> str:
     return f"even with every draft accepted it is {run.at(1.0).speedup:.2f}x"
 
@@ -125,14 +152,25 @@ def register(app: typer.Typer, registry: "Registry") -> None:
 
     @app.command("estimate")
     def estimate(
-        alpha: Annotated[str, typer.Option(help="chance that a draft is accepted, from 0 to 1")],
-        num_steps: Annotated[str, typer.Option(help="drafts per verify")],
-        target_ms: Annotated[str, typer.Option(help="milliseconds of one target step")],
-        draft_ms: Annotated[str, typer.Option(help="milliseconds of one draft step")],
+        alpha: Annotated[str | None, typer.Option(help="chance that a draft is accepted, from 0 to 1")] = None,
+        num_steps: Annotated[str | None, typer.Option(help="drafts per verify")] = None,
+        target_ms: Annotated[str | None, typer.Option(help="milliseconds of one target step")] = None,
+        draft_ms: Annotated[str | None, typer.Option(help="milliseconds of one draft step")] = None,
+        source: Annotated[
+            str | None, typer.Option(FROM, metavar="FILE", help="take what is not given from what tune has measured")
+        ] = None,
+        batch_size: Annotated[int, typer.Option(min=1, help="with --from: requests at once")] = 1,
         plot: Annotated[bool, typer.Option("--plot", help="draw speed-up over acceptance")] = False,
     ) -> None:
-        """Estimate the speed-up from four numbers."""
-        given = {"alpha": alpha, "num_steps": num_steps, "target_ms": target_ms, "draft_ms": draft_ms}
+        """Estimate the speed-up from four numbers, or from what ``specplug tune`` has measured."""
+        typed = {"alpha": alpha, "num_steps": num_steps, "target_ms": target_ms, "draft_ms": draft_ms}
+        given: dict[str, object] = {name: value for name, value in typed.items() if value is not None}
+        missing = [option_of(name) for name in typed if name not in given]
+        if source is not None:
+            steps = int(num_steps) if num_steps is not None and num_steps.isdecimal() else None
+            given = {**from_file(source, batch_size, steps), **given}
+        elif missing:
+            raise UserError(f"{missing[0]} is missing: give it, or {FROM} a file that specplug tune wrote")
         try:
             run = Estimate.model_validate(given)
         except ValidationError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specplug.adaptive.depths import adaptive_request
 from specplug.facts import build_facts, facts_of
 from specplug.models.target import Target, load_target
 from specplug.options import EngineOptions
@@ -102,13 +103,14 @@ def _stage(name: str, device: torch.device) -> AbstractContextManager[object]:
 def _loaded(
     model: str | Target, algorithm: str, config: Mapping[str, Any], options: EngineOptions, registry: Registry
 ) -> tuple[Run, Target]:
+    adaptive = adaptive_request(options)
     if isinstance(model, Target):
         weight = next(chain(model.model.parameters(), model.model.buffers()), None)
         at_hand = None if weight is None else (weight.device.type, str(weight.dtype).removeprefix("torch."))
         facts = facts_of(model.checkpoint, options, recurrent=model.model.recurrent or None, at_hand=at_hand)
-        return plan_run(registry, algorithm, config, facts), model
+        return plan_run(registry, algorithm, config, facts, adaptive), model
     facts = build_facts(model, options)
-    run = plan_run(registry, algorithm, config, facts)
+    run = plan_run(registry, algorithm, config, facts, adaptive)
     with _stage("load weights", torch.device(facts.device)), refusing_out_of_memory("load weights"):
         target = load_target(
             Path(facts.target.path),

@@ -54,8 +54,12 @@ def commit(row: Row, outcome: Outcome | None) -> int:
     if request.processors:
         for token in tokens[:count]:
             request.processors.commit(token)
-    if verdict.error and request.output.finish_reason is None:  # unless a stop rule ended the answer before
-        request.error = verdict.error
+    error = verdict.error
+    if request.grammar:
+        request.grammar.commit(tokens[:count])
+        error = request.grammar.error or error
+    if error and request.output.finish_reason is None:  # unless a stop rule ended the answer before
+        request.error = error
         request.output.end("error")
     kept = max(0, len(request.output.ids) - before)
     if decoding:
@@ -68,8 +72,9 @@ def commit(row: Row, outcome: Outcome | None) -> int:
 
 def _count(row: Row, outcome: Outcome, kept: int) -> None:
     ledger, draft, path = row.request.ledger, outcome.draft, outcome.verdict.path
+    wanted = row.asked.decision.depth if row.asked.limit else 0
     if draft is None:
-        ledger.add_round(0, 0, 0)
+        ledger.add_round(0, 0, 0, depth=wanted)
         return
     # What lies beyond a cut answer's end was never compared.
     end = len(draft.tokens) if kept > len(path) else kept
@@ -81,4 +86,4 @@ def _count(row: Row, outcome: Outcome, kept: int) -> None:
         offered, deepest = len(levels), max(levels, default=0)
         stood_below = (path[-1] if path else -1) in draft.parents
     # The walk compared one level below what it accepted, if drafts stood there and the answer went on.
-    ledger.add_round(offered, deepest, min(len(path) + stood_below, kept))
+    ledger.add_round(offered, deepest, min(len(path) + stood_below, kept), depth=wanted)

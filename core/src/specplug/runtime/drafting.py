@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from specplug import tree
+from specplug.adaptive.depths import policy_of
+from specplug.adaptive.policy import Decision, Policy, Result, Round
 from specplug.drafter import HostRow, HostView, RequestView, StepView
 from specplug.planning import Run
 from specplug.proposal import HostProposal
+from specplug.runtime.commit import Outcome
+from specplug.runtime.device.buckets import row_ladder
 from specplug.runtime.draft_kv import scratch_rows
+from specplug.runtime.executor import Launched
 from specplug.runtime.kv import PagePool
-from specplug.runtime.request import Draft, Request
+from specplug.runtime.request import Asked, Draft, Request
 from specplug.runtime.scheduler import Row
 from specplug.runtime.started import Started, owner_of
 from specplug.spec import DraftPlan, Release
@@ -37,6 +42,11 @@ class Wish(NamedTuple):
         """Return the most drafts for a row whose root will lie at token index `kv_len`."""
         return max(0, min(self.cap, self.room - kv_len))
 
+    def take(self, limit: int) -> None:
+        """Note in the request how many drafts were asked for."""
+        if limit:
+            self.request.asked = self.request.asked._replace(limit=limit)
+
 
 class Drafting:
     """Owns the drafter, its proposal and its failures. One per engine with an algorithm."""
@@ -52,6 +62,18 @@ class Drafting:
         """Committed tokens must be on the host before it can propose."""
         self.started = started
         self.proposal = started.proposal
+        slots = len(self.proposal.limit) - 1
+        self.policy: Policy = policy_of(run.depths, self.plan.depth, row_ladder(slots))
+        """Chooses how far to draft, once a step."""
+        self.decision = Decision(self.plan.depth)
+        """Its newest choice."""
+        self.skips = False
+        """Nothing is handed over of the newest step: no drafts are wanted, and its tokens can come later."""
+        self._nodes = run.depths.nodes if run.depths else {0: 0, self.plan.depth: self.plan.nodes}
+        # What the host's side of a drafter missed comes with the tokens that follow; its device's side would not.
+        self._may_miss = run.plan.catch_up == "tokens" and run.plan.needs.runs_on != {"device", "host"}
+        self._missed: dict[int, int] = {}  # slot -> token index from which on nothing was handed over
+        self._timed = False
         self._drafter = started.drafter
         self._pages = pages
         self._vocab = vocab
@@ -62,8 +84,10 @@ class Drafting:
     def admit(self, request: Request) -> None:
         """A request got a slot, for the first time or again. An exception in the drafter sets `failed`."""
         request.handed = 0
+        self._missed.pop(request.slot, None)
         if self.failed:
             return
+        self.policy.forget(request.slot)
         self.proposal.reset(request.slot)
         view = RequestView(request.slot, request.id, tuple(request.tokens), request.sampling, request.max_drafted)
         try:
@@ -80,14 +104,56 @@ class Drafting:
         except Exception:
             log.exception("%s: on_release failed", self.owner)
 
+    @property
+    def depths(self) -> Collection[int]:
+        """Depths that may be wanted, 0 among them."""
+        return self._nodes.keys()
+
+    def decide(self, rows: Sequence[Row]) -> None:
+        """Choose how far to draft after `rows`. Unfinished prompts have no say; where all are, nothing changes."""
+        going = [row for row in rows if row.final and row.request.output.finish_reason is None]
+        if going:
+            wanting = [row.slot for row in going if row.request.max_drafted != 0]
+            self.decision = self.policy.decide(len(going), wanting)
+        self._timed = all(len(row.tokens) == 1 for row in rows)
+        self.skips = self._may_miss and self.decision.depth == 0
+        if self.skips and not self.on_host:
+            for row in rows:
+                self._missed.setdefault(row.slot, row.start)
+
+    def observe(self, launched: Launched, pairs: Sequence[tuple[Row, Outcome | None]]) -> None:
+        """Tell the policy what a step came to: `pairs` are its rows that count, with their outcomes."""
+        decoded = [(row, outcome) for row, outcome in pairs if outcome is not None and len(row.tokens) == 1]
+        if not decoded:
+            return
+        results = [
+            Result(
+                row.slot,
+                row.asked.decision,
+                row.asked.limit,
+                len(outcome.draft.tokens) if outcome.draft else 0,
+                len(outcome.verdict.path),
+            )
+            for row, outcome in decoded
+        ]
+        verify, between = launched.took() if len(decoded) == len(launched.rows) else (None, None)
+        if not all(row.asked.timed for row, _ in decoded):
+            between = None
+        tokens = sum(row.q_len for row, _ in decoded)
+        self.policy.observe(Round(len(results), tokens, results, verify, between))
+
     def wish(self, row: Row, least: int, most: int) -> Wish:
-        """Say how many drafts `row` may have next, and reserve their pages.
+        """Say how many drafts `row` may have next, as `decide` chose, and reserve their pages.
 
         `least`, `most`: bounds of the token index of its next root, equal where the host knows it. Pages
         that cannot be had make the cap 0.
         """
-        request, plan = row.request, self.plan
-        cap = plan.nodes if request.max_drafted is None else min(plan.nodes, request.max_drafted)
+        request, plan, decision = row.request, self.plan, self.decision
+        nodes = self._nodes.get(decision.depth, plan.nodes)
+        cap = min(nodes, decision.limits.get(row.slot, nodes))
+        if request.max_drafted is not None:
+            cap = min(cap, request.max_drafted)
+        request.asked = Asked(decision, 0, self._timed)
         if not (cap and row.final) or request.output.finish_reason is not None:
             return Wish(request, row.slot, row.final, 0, 0)
         # A verify emits its accepted drafts and one token more; the root itself is output already.
@@ -104,6 +170,37 @@ class Drafting:
         if self.plan.kv:
             return max(1 + self.plan.nodes, scratch_rows(self.plan.kv))
         return 1 + limit
+
+    def catch_up(self, rows: Sequence[Row], view: Callable[[Sequence[Row]], StepView], most: int) -> None:
+        """Hand over what `rows` missed up to their own first tokens, in steps of at most `most` tokens.
+
+        ``view(late)`` makes the step of such rows: tokens that are all kept, and not the last of their request's.
+        """
+        for late in self._late(() if self.skips else rows, most):
+            self._timed = False
+            step = view(late)
+            step.host = HostView(()) if self.on_host else None
+            self.hand(step, wanted=False)
+            if self.failed:
+                return
+
+    def _late(self, rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
+        todo = [row for row in rows if row.slot in self._missed]
+        while todo:
+            late: list[Row] = []
+            room = most
+            for row in todo:
+                begin = self._missed[row.slot]
+                tokens = row.request.tokens[begin : min(row.start, begin + room)]
+                if tokens:
+                    late.append(Row(row.request, row.slot, begin, tokens, 0, None, final=False))
+                    self._missed[row.slot] += len(tokens)
+                    room -= len(tokens)
+            if late:
+                yield late
+            for row in [row for row in todo if self._missed[row.slot] >= row.start]:
+                todo.remove(row)
+                del self._missed[row.slot]
 
     def hand(self, step: StepView, wanted: bool) -> None:
         """Hand the step to the drafter, and have it propose if drafts are `wanted`.
@@ -125,11 +222,15 @@ class Drafting:
     def round(self, rows: Sequence[Row], ready: Callable[[], StepView], written: HostProposal | None) -> None:
         """Hand over a step that the host has committed, and take over what is proposed for its rows.
 
-        `ready` returns the step, its KV views set, once pages are reserved. `written`: the host's side of the proposal;
-        None: the outcome stays on the device, and only widths are set.
+        `decide` comes before. `ready` returns the step, its KV views set, once pages are reserved.
+        `written`: the host's side of the proposal; None: the outcome stays on the device, and only widths are set.
         """
         wishes = [self.wish(row, row.request.kv_len, row.request.kv_len) for row in rows]
         limits = [wish.limit(wish.request.kv_len) for wish in wishes]
+        for wish, limit in zip(wishes, limits, strict=True):
+            wish.take(limit)
+        if self.skips:
+            return
         step = ready()
         step.host = self.host_view(wishes)
         out = self.started.out
@@ -185,6 +286,12 @@ class Drafting:
                 continue
             del its_tokens[count:], its_parents[count:]
             sound = self.sound(wish.slot, its_tokens, its_parents) if look else count
+            if wish.request.grammar is not None and self.plan.needs.runs_on == {"host"}:
+                # Certain drafts that it forbids would be rejected. What was sampled stays, or q would be wrong.
+                kept = wish.request.grammar.legal(its_tokens[:sound], its_parents[:sound])
+                its_tokens, its_parents = tree.restricted(its_tokens, its_parents, kept)
+                sound = len(kept)
+                written.set(wish.slot, its_tokens, its_parents)
             if sound:
                 q = None
                 if self.proposal.q is not None and bool(self.proposal.dense[wish.slot]):

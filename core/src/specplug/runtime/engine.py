@@ -197,7 +197,7 @@ class Engine:
             if self._next is None and self._executor.overlaps:
                 self._next = self._launch(partial(self._scheduler.schedule, self._admitted))
         self._record(replace(stats, seconds={"schedule": flight.scheduling, **stats.seconds}))
-        return [delta for request in alive if (delta := _delta(request)) is not None]
+        return [delta for request in alive if (delta := request.take()) is not None]
 
     def _launch(self, schedule: Callable[[], Sequence[Row]]) -> _Flight | None:
         """Launch what `schedule` chooses, if anything."""
@@ -224,6 +224,7 @@ class Engine:
             "speculation": self.speculation,
             "acceptance": self.options.speculative_acceptance,
             "lossy": bool(self.options.lossy),
+            "adaptive": drafting.policy.report() if drafting and self.run.depths else None,
             "alarm": self._alarm.ringing,
             "preemptions": self.preemptions,
             "drafter": drafting.metrics() if drafting else {},
@@ -295,6 +296,11 @@ class Engine:
     ) -> list[Request]:
         if self._closed:
             raise UserError("this engine is closed: make a new one")
+        if params.response_format is not None and self.options.acceptance == "synthetic":
+            raise UserError(
+                f"response_format cannot be kept under --speculative-acceptance {self.options.speculative_acceptance}, "
+                "which accepts drafts at random: leave one out"
+            )
         self._count += 1
         return make_requests(
             f"{self._count - 1}",
@@ -393,14 +399,3 @@ class Engine:
             error=request.error,
             choice=request.choice,
         )
-
-
-def _delta(request: Request) -> Delta | None:
-    """Take what became final of a request, if anything did."""
-    taken = request.output.taken
-    ids, text = request.output.take()
-    reason = request.output.finish_reason
-    if not (ids or text or reason):
-        return None
-    entries = request.output.logprobs[taken : taken + len(ids)]
-    return Delta(request.id, request.choice, ids, text, reason, entries if request.sampling.logprobs else None)

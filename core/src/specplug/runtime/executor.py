@@ -25,6 +25,10 @@ class Launched(Protocol):
     def graph(self) -> bool | None:
         """Whether the forward was replayed from a graph; None where there are none."""
 
+    @property
+    def depth(self) -> int:
+        """Longest path that is wanted of the drafter for the next step; known once `draft` was called."""
+
     def outcomes(self) -> list[Outcome | None]:
         """Wait for the step's results; one per row, None for a prompt chunk that is not the last."""
 
@@ -33,6 +37,10 @@ class Launched(Protocol):
 
     def exposed(self) -> float | None:
         """Return the seconds the device idled before this step for want of host work; None if not known."""
+
+    def took(self) -> tuple[float | None, float | None]:
+        """Return seconds, once `outcomes` is known: of the forward with what decides on it, and of what came
+        between the decision before and this forward's begin, drafting included; None where it is not known."""
 
 
 class Executor(Protocol):

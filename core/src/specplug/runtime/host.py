@@ -13,6 +13,7 @@ from torch import Tensor
 from specplug import tree
 from specplug.accept import Rule, Verdict, VerifyRow, accept
 from specplug.drafter import SamplingView, StepView
+from specplug.grammar.masks import allowed
 from specplug.models.base import BatchRow, ForwardBatch, TargetModel
 from specplug.proposal import HostProposal
 from specplug.runtime.attention.torch import AttentionRow, TorchAttention
@@ -24,6 +25,9 @@ from specplug.runtime.logprobs import TokenLogprob, token_logprobs
 from specplug.runtime.request import Request
 from specplug.runtime.sampler import sampling_view
 from specplug.runtime.scheduler import Row
+
+LATE = 512
+"""Most tokens that a drafter which missed some is handed at once."""
 
 
 class HostExecutor:
@@ -44,6 +48,7 @@ class HostExecutor:
         self._rule: Rule = rule
         self._mean = mean
         self._state: dict[int, Any] = {}  # what a model without paged KV keeps per slot
+        self._drafted: float | None = None  # seconds that drafting took after the newest step
 
     def admit(self, request: Request) -> None:
         """Nothing is kept per request; what a slot held before is dropped when a row begins it anew."""
@@ -55,7 +60,7 @@ class HostExecutor:
     def launch(self, rows: Sequence[Row]) -> HostStep:
         """Run the forward, decide every row and bring accepted KV into order."""
         begin = perf_counter()
-        step = HostStep(self, rows)
+        step = HostStep(self, rows, self._drafted)
         tokens, positions, row_start = step.tokens, step.positions, step.row_start
         attention = TorchAttention([_attention_row(row) for row in rows], self._pages, self._pool)
         planned = perf_counter()
@@ -65,7 +70,9 @@ class HostExecutor:
         verify, logit_rows = _to_decide(rows, row_start)
         logits = self._model.logits(hidden if len(logit_rows) == len(hidden) else hidden[logit_rows])
         forwarded = perf_counter()
-        decided = iter(accept(self._rule, logits, verify, mean=self._mean))
+        grammars = [row.request.grammar for row in rows if row.final]
+        mask = allowed([(g, v.tokens, v.parents) for g, v in zip(grammars, verify, strict=True)], logits.shape[1])
+        decided = iter(accept(self._rule, logits, verify, mask, mean=self._mean))
         step.verdicts = [next(decided) if row.final else None for row in rows]
         entries = iter([_logprobs(row, v, logits) for row, v in zip(verify, filter(None, step.verdicts), strict=True)])
         step.logprobs = [next(entries) if verdict else [] for verdict in step.verdicts]
@@ -101,7 +108,18 @@ class HostExecutor:
             drafting.started.begin(_where(step.rows))
             return self._view(step)
 
-        drafting.round(step.rows, ready, self._proposed)
+        def late(rows: Sequence[Row]) -> StepView:
+            ends = [row.start + len(row.tokens) for row in rows]
+            drafting.started.begin(_where(rows, ends))
+            return self._view(HostStep(self, rows))
+
+        begin = perf_counter()
+        drafting.decide(step.rows)
+        step.depth = drafting.decision.depth
+        drafting.catch_up(step.rows, late, LATE)
+        if not drafting.failed:
+            drafting.round(step.rows, ready, self._proposed)
+        self._drafted = perf_counter() - begin
 
     def _view(self, step: HostStep) -> StepView:
         assert self._drafting is not None
@@ -111,7 +129,8 @@ class HostExecutor:
         following = np.full((len(rows), plan.lookahead), -1, dtype=np.int64)
         kv_len = np.zeros(len(rows), dtype=np.int64)
         order: list[int] | None = None
-        for at, (row, verdict) in enumerate(zip(rows, step.verdicts, strict=True)):
+        verdicts = step.verdicts or [None] * len(rows)
+        for at, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
             path = verdict.path if verdict else ()
             num_kept[at] = len(row.tokens) + len(path)
             kv_len[at] = row.start + num_kept[at]
@@ -141,7 +160,7 @@ class HostExecutor:
             final=torch.tensor([row.final for row in rows]),
             taps=taps,
             sampling=_sampling([row.request for row in rows]),
-            depth=plan.depth,
+            depth=self._drafting.decision.depth,
             host=None,
         )
 
@@ -151,8 +170,11 @@ class HostStep:
 
     graph = None
 
-    def __init__(self, executor: HostExecutor, rows: Sequence[Row]) -> None:
+    def __init__(self, executor: HostExecutor, rows: Sequence[Row], drafted: float | None = None) -> None:
+        """`drafted`: seconds that drafting took after the step before."""
         self.rows = rows
+        self.depth = 0
+        self._drafted = drafted
         self.tokens, self.positions, self.row_start = _inputs(rows)
         self.taps: tuple[Tensor, ...] = ()
         self.verdicts: Sequence[Verdict | None] = ()
@@ -174,6 +196,10 @@ class HostStep:
     def exposed(self) -> None:
         """See `Launched`."""
 
+    def took(self) -> tuple[float | None, float | None]:
+        """See `Launched`."""
+        return sum(self.seconds.values()), self._drafted
+
 
 def _inputs(rows: Sequence[Row]) -> tuple[Tensor, Tensor, np.ndarray]:
     tokens: list[int] = []
@@ -189,12 +215,12 @@ def _inputs(rows: Sequence[Row]) -> tuple[Tensor, Tensor, np.ndarray]:
     return torch.tensor(tokens), torch.tensor(positions), np.array(starts)
 
 
-def _where(rows: Sequence[Row]) -> StepRows:
+def _where(rows: Sequence[Row], ends: Sequence[int] | None = None) -> StepRows:
     return StepRows(
         slots=[row.slot for row in rows],
         begin=[row.start for row in rows],
         q_len=[row.q_len for row in rows],
-        kv_len=[row.request.kv_len for row in rows],
+        kv_len=list(ends) if ends is not None else [row.request.kv_len for row in rows],
     )
 
 

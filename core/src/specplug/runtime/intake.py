@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specplug.errors import UserError
+from specplug.grammar.compile import compiler_for
 from specplug.models.target import Target
 from specplug.runtime.processors import LogitsProcessor, processors_for
 from specplug.runtime.prompts import Prompt
@@ -51,8 +52,12 @@ def make_requests(
         raise UserError(f"logits_processor {logits_processor!r}: must be a function of (tokens, logits)")
     room, ends = max_tokens - len(tokens), answer_ends(params, target.eos_ids)
     check_sampling(params, vocab=vocab, ends=ends, room=room, has_tokenizer=target.tokenizer is not None)
+    compiler = None
+    if params.response_format is not None:
+        compiler = compiler_for(target.tokenizer, vocab, target.eos_ids)
     seed = secrets.randbits(62) if params.seed is None else params.seed
     most = min(params.max_tokens or room, room)
+    tokenizer = target.tokenizer if params.detokenize or params.stop else None
     return [
         Request(
             id=request_id,
@@ -61,8 +66,9 @@ def make_requests(
             sampling=params,
             seed=seed,
             max_drafted=max_drafted,
-            output=Output(target.tokenizer, ends, params.stop, most, params.min_tokens),
+            output=Output(tokenizer, ends, params.stop, most, params.min_tokens),
             processors=processors_for(params, tokens, ends=ends, vocab=vocab, custom=logits_processor),
+            grammar=compiler.grammar(params.response_format) if compiler and params.response_format else None,
             choice=choice,
         )
         for choice in range(params.n)

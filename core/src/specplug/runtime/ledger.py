@@ -34,10 +34,17 @@ class Ledger:
     """[depth - 1]: drafted rounds in which a draft at this depth stood below an accepted one (or the root)."""
     accepted_at: list[int] = field(default_factory=list)
     """[depth - 1]: drafts accepted at this depth."""
+    rounds_at: list[int] = field(default_factory=list)
+    """[depth]: rounds for which drafts of this depth were wanted; 0: none were."""
 
-    def add_round(self, drafted: int, path: int, reached: int) -> None:
-        """Count one decode forward: nodes verified, its longest path, and the deepest level that was compared."""
+    def add_round(self, drafted: int, path: int, reached: int, depth: int = 0) -> None:
+        """Count one decode forward: nodes verified, its longest path, and the deepest level that was compared.
+
+        `depth`: the longest path that was wanted, whatever was made of it.
+        """
         self.rounds += 1
+        _grow(self.rounds_at, depth + 1)
+        self.rounds_at[depth] += 1
         if drafted:
             self.drafted_rounds += 1
             self.drafted += drafted

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from specplug.adaptive.policy import Decision
 from specplug.errors import UserError
+from specplug.grammar.state import Grammar
 from specplug.runtime.ledger import Ledger
 from specplug.runtime.logprobs import TokenLogprob
 from specplug.runtime.processors import Processors
@@ -23,6 +25,19 @@ class Draft:
     tokens: list[int]
     parents: list[int]
     q: Tensor | None  # [n, V] if the nodes were drawn and the rule needs to know from what
+
+
+class Asked(NamedTuple):
+    """What was wanted of the drafter for a row's next forward. Set by the drafting stage, and kept with the drafts."""
+
+    decision: Decision
+    limit: int
+    """Most drafts; 0: the row could not have any."""
+    timed: bool = False
+    """The round was an ordinary one, so that its time tells what such rounds take."""
+
+
+NOTHING = Asked(Decision(0), 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +56,14 @@ class Request:
     max_drafted: int | None  # caller: most drafts per step; 0 is speculation off, None the plan's
     output: Output  # engine; commit appends
     processors: Processors | None = None  # engine: what changes its logits; None if nothing does; commit counts
+    grammar: Grammar | None = None  # engine: what its answer must keep to; commit walks it
     choice: int = 0  # engine: index among the request's n choices
     slot: int = -1  # scheduler: -1 while waiting
     kv_len: int = 0  # commit; preemption sets 0
     handed: int = 0  # drafting stage: tokens a host drafter has seen; admission sets 0
     drafted: int = 0  # drafting stage: drafts to verify in the next forward
     draft: Draft | None = None  # drafting stage: those drafts, unless only the device knows them
+    asked: Asked = NOTHING  # drafting stage: what was wanted of the drafter for the next forward
     depths: list[int] = field(default_factory=list)  # commit: per output token its draft depth, 0 = sampled
     ledger: Ledger = field(default_factory=Ledger)  # commit
     error: str = ""  # engine: why it ended with "error"
@@ -65,6 +82,16 @@ class Request:
         """Return the ledger with acceptance derived from the output that was kept."""
         self.ledger.settle(self.depths[: len(self.output.ids)])
         return self.ledger
+
+    def take(self) -> Delta | None:
+        """Return what became final since the last call, None where nothing did."""
+        taken = self.output.taken
+        ids, text = self.output.take()
+        reason = self.output.finish_reason
+        if not (ids or text or reason):
+            return None
+        entries = self.output.logprobs[taken : taken + len(ids)]
+        return Delta(self.id, self.choice, ids, text, reason, entries if self.sampling.logprobs else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,5 +152,7 @@ def check_sampling(
             f"min_tokens {sampling.min_tokens} cannot be kept: every token id ends the answer; "
             "leave it out, or name fewer stop_token_ids"
         )
+    if sampling.response_format is not None and sampling.ignore_eos:
+        raise UserError("ignore_eos cannot go with response_format, whose answers end with an eos id: leave one out")
     if sampling.stop and not has_tokenizer:
         raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids or max_tokens")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specplug.runtime.kv import PagePool
-from specplug.runtime.request import Draft, Request
+from specplug.runtime.request import NOTHING, Asked, Draft, Request
 
 UNKNOWN = -1
 """Id of a token that was sampled and is not on the host yet."""
@@ -28,6 +28,8 @@ class Row(NamedTuple):
     """Those drafts, where the host knows them."""
     final: bool
     """These are the last tokens the request has: what follows will be sampled."""
+    asked: Asked = NOTHING
+    """What was wanted of the drafter for this forward."""
 
     @property
     def q_len(self) -> int:
@@ -110,7 +112,7 @@ class Scheduler:
         if not all(self._pages.reserve(row.slot, start + 1) for row, start in zip(goes_on, starts, strict=True)):
             return []
         return [
-            Row(row.request, row.slot, start, [UNKNOWN], 0, None, final=True)
+            Row(row.request, row.slot, start, [UNKNOWN], 0, None, final=True, asked=row.request.asked)
             for row, start in zip(goes_on, starts, strict=True)
         ]
 
@@ -134,7 +136,8 @@ class Scheduler:
     def _row(self, request: Request, budget: int) -> Row | None:
         slot, start = request.slot, request.kv_len
         if request.pending == 1:
-            return Row(request, slot, start, request.tokens[-1:], request.drafted, request.draft, final=True)
+            root = request.tokens[-1:]
+            return Row(request, slot, start, root, request.drafted, request.draft, final=True, asked=request.asked)
         size = min(request.pending, budget)
         if size <= 0:
             return None
@@ -145,5 +148,5 @@ class Scheduler:
         self.preemptions += 1
         self.release(request)
         request.kv_len = 0
-        request.drafted, request.draft = 0, None
+        request.drafted, request.draft, request.asked = 0, None, NOTHING
         self.waiting.appendleft(request)

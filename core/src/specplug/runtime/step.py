@@ -26,6 +26,8 @@ def finish(launched: Launched, drafting: Drafting | None) -> StepStats:
     waited = perf_counter()
     pairs = [(row, outcome) for row, outcome in zip(launched.rows, outcomes, strict=True) if _is_alive(row)]
     emitted = [commit(row, outcome) for row, outcome in pairs]
+    if drafting is not None and not drafting.failed:
+        drafting.observe(launched, pairs)
     committed = perf_counter()
     launched.draft()
     drafted = perf_counter()
@@ -54,7 +56,7 @@ def _stats(
         drafted=sum(len(draft.tokens) for draft in drafts),
         accepted=sum(min(len(outcome.verdict.path), kept) for outcome, kept in decided),
         emitted=sum(emitted),
-        depth=drafting.plan.depth if drafting else 0,
+        depth=launched.depth if drafting else 0,
         drafted_rows=len(drafts),
         first_accepted=sum(bool(outcome.verdict.path) for outcome, _ in decided),
         seconds=seconds,

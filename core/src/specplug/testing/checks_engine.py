@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +17,7 @@ from specplug.runtime.request import Result
 from specplug.sampling import SamplingParams
 from specplug.testing.bench import LETTERS, PROMPTS, Bench
 from specplug.testing.oracle import check_greedy, chi_square_p, sequence_probabilities
+from specplug.testing.tokenizer import EOS
 
 WIDTHS = (0, 1, 2, 3, 5, 8)
 """Drafts asked for: `num_draft_tokens` - 1."""
@@ -67,6 +70,29 @@ class EngineChecks:
                 target.eos_ids = (eos,)
                 with bench.engine(kind="text") as engine:
                     _check_answer(bench, engine, prompt, _GREEDY)
+        finally:
+            target.eos_ids = ends
+
+    @pytest.mark.parametrize("rule", ["coupled", "rejection"])
+    def test_a_grammar_is_kept(self, bench: Bench, rule: Literal["coupled", "rejection"]) -> None:
+        """Structured output: answers keep to their schema; with one seed, and `coupled`, they are plain decoding's."""
+        pytest.importorskip("llguidance")
+        words = ["".join(map(chr, text)) for text in product(LETTERS[:3], repeat=3)]
+        wanted = {"type": "json_schema", "json_schema": {"schema": {"enum": words}}}
+        prompts = [tuple(LETTERS[token] for token in prompt) for prompt in PROMPTS]
+        target = bench.target("text")
+        ends = target.eos_ids
+        try:
+            target.eos_ids = (EOS,)
+            for sampling in (_GREEDY, _SAMPLED.model_copy(update={"seed": 3})):
+                asked = sampling.model_copy(update={"response_format": wanted})
+                with bench.engine(kind="text", speculative_acceptance=rule) as engine:
+                    found = [result.text for result in engine.generate(prompts, asked)]
+                assert all(_parsed(text) in words for text in found), f"answers that break their grammar: {found}"
+                if rule == "coupled" or sampling.greedy:
+                    with Engine(target, algorithm="none") as engine:
+                        plain = [result.text for result in engine.generate(prompts, asked)]
+                    assert found == plain, f"a grammar's answers depend on the drafts: {found}, plain {plain}"
         finally:
             target.eos_ids = ends
 
@@ -232,6 +258,14 @@ def _check_answer(
     assert got == (wanted.ids, wanted.text, wanted.finish_reason), (
         f"{sampling!r}, context {context} {result.error}: {got} is not {wanted}"
     )
+
+
+def _parsed(text: str) -> Any:
+    """Return what JSON says, None where it says nothing."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _check_report(report: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from specplug.runtime.device.decide import Decider
 from specplug.runtime.device.executor import DeviceExecutor
 from specplug.runtime.device.packing import prime
 from specplug.runtime.device.statics import Sizes, Statics
+from specplug.runtime.device.timing import measure
 from specplug.runtime.device.views import DeviceView
 from specplug.runtime.drafting import Drafting
 from specplug.runtime.kv import KVPool, PagePool
@@ -75,6 +76,8 @@ def assemble(parts: Parts, report: MemoryReport) -> tuple[DeviceExecutor, Drafti
                 refusing_out_of_memory("capture graphs", lambda: report),
             ):
                 eager = _capture(executor, capturer, running)
+        if drafting is not None and run.depths is not None:
+            measure(executor, drafting, list(buckets.rows), context.device)
     return executor, drafting, eager
 
 

@@ -8,7 +8,8 @@ the device, except for rows with a custom logits processor, which is Python: the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from specplug import tree
 from specplug.accept import Rule, VerifyRow, accept
 from specplug.drafter import SamplingView
+from specplug.grammar.masks import Looked, fill, forbid, unpacked
 from specplug.proposal import Proposal
 from specplug.runtime.device.noise import gumbel_argmax, gumbel_rows, uniform_rows
 from specplug.runtime.device.penalties import Penalties, apply_edits
@@ -26,7 +28,10 @@ from specplug.runtime.device.sampling import Filters, SlotOptions, filtered
 from specplug.runtime.device.upload import upload
 from specplug.runtime.device.walk import Drafts, Walked, lineage, walk
 from specplug.runtime.device.work import LiveRow, Work, WorkRow, needs_host, plan_work
-from specplug.runtime.request import Request
+from specplug.runtime.request import Draft, Request
+
+NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
+"""Of a step in which nobody with a grammar has any."""
 
 
 class Decider:
@@ -79,7 +84,8 @@ class Decider:
             seed=request.seed,
             choice=request.choice,
         )
-        if request.processors is not None and not needs_host(request):
+        # Whoever is edited is penalised together with the others, if only by nothing.
+        if (request.processors is not None or request.grammar is not None) and not needs_host(request):
             self._penalties.admit(request)
 
     def warm_up(self, rows: StepRows, logits: Tensor) -> None:
@@ -100,6 +106,7 @@ class Decider:
         for source in (None, zero):
             filtered(logits[:1], heat, options.top_k, options.top_p, options.min_p, Filters(True, True, True), source)
         uniform_rows(options.seed, options.choice, zero, "coin", 1, zero)
+        forbid(logits[:1].clone(), zero, torch.full((1, -(-self._drafts.vocab // 64)), -1, device=self._device))
         self._penalties.warm_up(logits[:1], lineage(zero, slots, self._drafts)[1])
         walk(zero, zero, zero, slots, self._drafts, lead)
 
@@ -120,6 +127,7 @@ class Decider:
         start: Tensor,
         logits: Tensor,
         choice: Tensor,
+        drafts: Mapping[int, Draft] = NO_DRAFTS,
     ) -> None:
         """Decide a step: write `accepted`, `path` and `token` for its rows, and count what became output.
 
@@ -127,12 +135,16 @@ class Decider:
         decided; `start` int64 [R] is the same on the device, pads included. `logits` float32 [M, V], `choice`
         int64 [M]: the argmax of each, the lowest id of equal ones. Both stay as they are.
 
+        `drafts`: row -> the drafts that exist of it, for rows that have a grammar and some drafts; such rows must
+        have seen every token that was committed.
+
         Rows with a custom logits processor make the host wait, and their processors must have seen every
         token that was committed. Where those fail `errors` says why.
         """
         self.errors = {}
         decided = [WorkRow(at, row, starts[at]) for at, row in enumerate(live) if starts[at] >= 0]
-        work = plan_work(decided, self._drafts.vocab, self._device)
+        masks = _masks([row for row in decided if row.live.request.grammar is not None], drafts)
+        work = plan_work(decided, self._drafts.vocab, self._device, masks)
         rejected: Walked | None = None
         if work is not None:
             choice, rejected = self._choose(work, logits, choice)
@@ -145,7 +157,7 @@ class Decider:
                 static.index_copy_(0, work.row_at, part)
         custom = [row for row in decided if row.custom]
         if custom:
-            self._on_host(custom, logits)
+            self._on_host(custom, logits, masks)
         if work is not None and work.counting:
             self._count(work)
 
@@ -160,6 +172,7 @@ class Decider:
         if edited:
             values = logits[work.source]
             front = values[:edited]
+            forbid(front, work.mask_at, work.masks)
             if work.counting:
                 self._penalties.penalise(front, work.slot[:edited], above[:edited])
             apply_edits(front, depth[:edited], work.edits)
@@ -207,7 +220,7 @@ class Decider:
         tokens = torch.cat((torch.where(path >= 0, drafts, -1), self.token[work.count_at, None]), 1)
         self._penalties.commit(work.count_slot, tokens)
 
-    def _on_host(self, custom: Sequence[WorkRow], logits: Tensor) -> None:
+    def _on_host(self, custom: Sequence[WorkRow], logits: Tensor, masks: Mapping[int, np.ndarray]) -> None:
         """Decide rows with custom processors by `specplug.accept`."""
         outcomes = np.full((len(custom), 2 + self.path.shape[1]), -1, dtype=np.int64)
         for row, outcome in zip(custom, outcomes, strict=True):
@@ -229,6 +242,7 @@ class Decider:
                         processors=request.processors,
                     )
                 ],
+                unpacked(masks[row.at][: 1 + len(drafts)], self._drafts.vocab) if row.at in masks else None,
                 mean=self._mean,
             )
             if verdict.error:
@@ -254,3 +268,15 @@ class Decider:
         count = next(deep, count)  # the static outputs hold no longer path
         q = proposal.q[slot, :count].cpu() if proposal.q is not None and bool(proposal.dense[slot]) else None
         return tokens[:count], parents[:count], q
+
+
+def _masks(rows: Sequence[WorkRow], drafts: Mapping[int, Draft]) -> dict[int, np.ndarray]:
+    """Return what the grammars of `rows`, which all have one, allow: row -> int32 [1 + drafted, words]."""
+    looked: list[Looked] = []
+    for row in rows:
+        grammar, draft = row.live.request.grammar, drafts.get(row.at)
+        assert grammar is not None
+        looked.append(Looked(grammar, draft.tokens if draft else (), draft.parents if draft else ()))
+    sizes = [1 + row.live.drafted for row in rows]
+    parts = np.split(fill(looked, sizes), np.cumsum(sizes)[:-1]) if rows else []
+    return {row.at: part for row, part in zip(rows, parts, strict=True)}

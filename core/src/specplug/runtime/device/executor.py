@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,14 +18,15 @@ from specplug.runtime.device import compact
 from specplug.runtime.device.buckets import Bucket, Buckets
 from specplug.runtime.device.capture import BucketRecorder, Capturer
 from specplug.runtime.device.decide import Decider
-from specplug.runtime.device.outcome import Committed, Verdicts, commit
+from specplug.runtime.device.outcome import Committed, Verdicts, begin_late, commit
 from specplug.runtime.device.packing import Packed, may_branch, pack, prime
 from specplug.runtime.device.prologue import prologue
+from specplug.runtime.device.readback import DraftReader
 from specplug.runtime.device.reorder import kept_first
 from specplug.runtime.device.reports import Report, Reports
 from specplug.runtime.device.rows import StepRows
 from specplug.runtime.device.statics import Statics
-from specplug.runtime.device.step import DeviceStep
+from specplug.runtime.device.step import DeviceStep, StepMarks
 from specplug.runtime.device.stream import Mark
 from specplug.runtime.device.work import needs_host
 from specplug.runtime.drafting import Drafting, Wish
@@ -68,10 +69,12 @@ class DeviceExecutor:
         self._reports = Reports(
             statics.sizes.slots, decider.path.shape[1], statics.sizes.nodes if drafting else 0, statics.device
         )
-        # Begin and end of a step; two steps may be on their way, and one more is looked back at.
-        self._marks = [tuple(Mark(statics.device, timed=True) for _ in range(2)) for _ in range(3)]
+        self._reader = DraftReader(self._proposal, statics.sizes.vocab, statics.device)
+        # Two steps may be on their way, and one more is looked back at.
+        self._marks = [StepMarks(*(Mark(statics.device, timed=True) for _ in range(3))) for _ in range(3)]
         self._turn = 0
-        self._idle_since: Mark | None = None
+        self._before: StepMarks | None = None
+        self._asked = False  # drafts were asked for after the newest step
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -105,6 +108,24 @@ class DeviceExecutor:
             progress(len(found), len(wanted))
         self._graphs = found
 
+    def recorded(self) -> Iterator[tuple[Bucket, Callable[[], None]]]:
+        """Yield the recorded forwards of chains, each set to an empty step when it is yielded."""
+        for (bucket, kind), (attention, replay) in self._graphs.items():
+            host = prime(self._statics, bucket)
+            if kind == self._backend.kind(host):
+                attention.plan(host)
+                yield bucket, replay
+
+    def empty_draft(self, bucket: Bucket) -> None:
+        """Have the drafter work on an empty step of the scratch slot, as deep as `Drafting.decision` says."""
+        drafting = self._early()
+        if drafting is None:
+            return
+        host = prime(self._statics, bucket)
+        packed = Packed(bucket, *bucket, (), bucket.tokens, host)
+        if not (drafting.decision.depth == 0 and drafting.plan.catch_up == "tokens"):
+            drafting.hand(self._ready(drafting, packed), drafting.decision.depth > 0)
+
     @property
     def graphs(self) -> int:
         """Graphs of the target; 0: it runs eagerly."""
@@ -117,10 +138,13 @@ class DeviceExecutor:
         self._decider.admit(request)
 
     def may_run_ahead(self, rows: Sequence[Row]) -> bool:
-        """See `Executor`: not where a drafter or the host's own code has a say, or log-probabilities are read."""
-        if self.drafting is not None and not self.drafting.failed:
+        """See `Executor`: not where drafts are to come or the host has a say, or log-probabilities are read."""
+        drafting = self.drafting
+        if drafting is not None and not drafting.failed and (self._asked or drafting.on_host):
             return False
-        return not any(row.request.sampling.logprobs or needs_host(row.request) for row in rows)
+        return not any(
+            row.request.sampling.logprobs or row.request.grammar is not None or needs_host(row.request) for row in rows
+        )
 
     def launch(self, rows: Sequence[Row]) -> DeviceStep:
         """See `Executor`."""
@@ -129,11 +153,16 @@ class DeviceExecutor:
         rows = self._in_order(rows)
         wishes: list[Wish] = []
         if drafting is not None:
+            drafting.decide(rows)
+            drafting.catch_up(rows, self._late, self._most_late)
+            drafting = self._early()
+        if drafting is not None:
             wishes = [drafting.wish(row, row.start + len(row.tokens), row.start + row.q_len) for row in rows]
         packed = pack(self._statics, self._buckets, rows, wishes, self._proposed, padded=bool(self._graphs))
-        first, last = self._marks[self._turn]
+        marks = self._marks[self._turn]
         self._turn = (self._turn + 1) % len(self._marks)
-        first.record()
+        marks.begun.record()
+        self._reader.send(rows)
         self._statics.inputs.upload()
         kind = self._backend.kind(packed.host)
         if packed.bucket is not None:
@@ -148,12 +177,14 @@ class DeviceExecutor:
         else:
             logits, choice = self._eager_forward(rows, packed, attention)
         forwarded = perf_counter()
-        report = self._decide(rows, packed, logits, choice)
+        report = self._decide(rows, packed, logits, choice, marks.decided)
         decided = perf_counter()
-        if drafting is not None:
-            self._draft(drafting, packed, wishes)
-        last.record()
-        step = DeviceStep(self, rows, packed, wishes, report, first, self._idle_since)
+        self._asked = any(wish.cap for wish in wishes)
+        if drafting is not None and not drafting.skips:
+            self._draft(drafting, packed)
+        marks.over.record()
+        step = DeviceStep(self, rows, packed, wishes, report, marks, self._before)
+        step.depth = drafting.decision.depth if drafting is not None else 0
         step.graph = packed.bucket is not None
         step.keep_logits(logits, packed.starts)
         step.seconds = {
@@ -162,23 +193,25 @@ class DeviceExecutor:
             "accept": decided - forwarded,
             "draft": perf_counter() - decided,
         }
-        self._idle_since = last
+        self._before = marks
         return step
 
-    def host_draft(self, rows: Sequence[Row], packed: Packed) -> None:
-        """Have a drafter that waits for the host propose, after the host commit of `rows`."""
+    def host_draft(self, rows: Sequence[Row], packed: Packed) -> int:
+        """Have a drafter that waits for the host propose, after the host commit of `rows`; returns the depth wanted."""
         drafting = self.drafting
         if drafting is None or drafting.failed:
-            return
+            return 0
 
         def ready() -> StepView:
             if self._looks_at_tensors():  # and may write KV to pages that were reserved a moment ago
                 self._statics.pages.write(self._statics.pages.changed())
             return self._ready(drafting, packed)
 
+        drafting.decide(rows)
         drafting.round(rows, ready, self._proposed)
-        if self._looks_at_tensors() and self._idle_since is not None:
-            self._idle_since.record()  # what was launched here is the device's work as well
+        if self._looks_at_tensors() and self._before is not None:
+            self._before.over.record()  # what was launched here is the device's work as well
+        return drafting.decision.depth
 
     def forget(self, slot: int) -> None:
         """Drop what a model without paged KV keeps for `slot`."""
@@ -235,12 +268,14 @@ class DeviceExecutor:
         logits = self._model.logits(hidden[self._statics.inputs.device["wanted"][: packed.wanted]])
         return logits, logits.argmax(-1)
 
-    def _decide(self, rows: Sequence[Row], packed: Packed, logits: Tensor, choice: Tensor) -> Report:
+    def _decide(
+        self, rows: Sequence[Row], packed: Packed, logits: Tensor, choice: Tensor, decided: Mark | None = None
+    ) -> Report:
         """Accept, bring accepted KV into order, commit on the device, and send the report on its way."""
         statics, decider, count = self._statics, self._decider, packed.rows
         given = statics.given
         step = statics.rows(count, packed.tokens)
-        decider.decide(step, rows, packed.starts, given["start"][:count], logits, choice)
+        decider.decide(step, rows, packed.starts, given["start"][:count], logits, choice, self._reader.read())
         verdicts = Verdicts(decider.accepted[:count], decider.path[:count], decider.token[:count])
         branched = bool(packed.host.tree.any())
         if branched:
@@ -266,11 +301,13 @@ class DeviceExecutor:
         commit(to, verdicts, decider.options, self._proposal)
         if branched and self._looks_at_tensors():
             kept_first(step, to.literals, verdicts.accepted, verdicts.path, view.taps, statics.spare)
+        if decided is not None:
+            decided.record()
         return self._reports.send(count, decider.errors)
 
-    def _draft(self, drafting: Drafting, packed: Packed, wishes: Sequence[Wish]) -> None:
+    def _draft(self, drafting: Drafting, packed: Packed) -> None:
         """Launch `ingest` and `propose`; rows that turn out to have ended are dropped after."""
-        drafting.hand(self._ready(drafting, packed), any(wish.cap for wish in wishes))
+        drafting.hand(self._ready(drafting, packed), self._asked)
         proposal = drafting.proposal
         torch.minimum(proposal.num_valid, proposal.limit, out=proposal.num_valid).clamp_(min=0)
 
@@ -279,6 +316,33 @@ class DeviceExecutor:
         view = self._statics.view(packed.rows, packed.tokens)
         if self._looks_at_tensors():
             drafting.started.begin(self._statics.rows(packed.rows, packed.tokens), view.kv_len)
+        view.depth = drafting.decision.depth
         assert self._recorder is not None
         self._recorder.bucket, self._recorder.rows = packed.bucket, packed.rows
+        return view
+
+    @property
+    def _most_late(self) -> int:
+        sizes = self._statics.sizes
+        return sizes.tokens - sizes.slots * (1 + sizes.nodes)
+
+    def _late(self, rows: Sequence[Row]) -> StepView:
+        """Return the step of tokens that the drafter missed, as if they had just been committed."""
+        statics, drafting = self._statics, self.drafting
+        assert drafting is not None
+        packed = pack(statics, self._buckets, rows, (), None, padded=bool(self._graphs))
+        statics.inputs.upload()
+        step = statics.rows(packed.rows, packed.tokens)
+        self._prologue(step)
+        count, given = packed.rows, statics.given
+        view = self._ready(drafting, packed)
+        begin_late(
+            view,
+            given["literals"][:count],
+            given["begin"][:count],
+            statics.inputs.device["following"][:count],
+            self._decider.options,
+        )
+        if self._before is not None:
+            self._before.over.record()
         return view

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specplug.drafter import SamplingView
+from specplug.drafter import SamplingView, StepView
 from specplug.proposal import Proposal
 
 
@@ -76,3 +76,17 @@ def commit(to: Committed, verdicts: Verdicts, options: SamplingView, proposal: P
     to.report[:, 3 + depth + nodes :] = proposal.parents[to.slots]
     proposal.num_valid.index_copy_(0, to.slots, torch.zeros_like(to.cap))
     proposal.limit.index_copy_(0, to.slots, to.cap.minimum(to.room - to.kv_len).clamp_min(0))
+
+
+def begin_late(view: StepView, literals: Tensor, begin: Tensor, following: Tensor, options: SamplingView) -> None:
+    """Write the lengths of a step whose tokens were all committed before: none of its rows is its request's last.
+
+    `literals`, `begin` [R]: tokens of each row and the first one's token index; `following` [R,L]: the tokens
+    after them; `options`: the sampling options of all slots, [S+1] each.
+    """
+    view.num_kept.copy_(literals)
+    view.kv_len.copy_(begin + literals)
+    view.next_tokens.copy_(following)
+    view.final.zero_()
+    for field in dataclasses.fields(options):
+        getattr(view.sampling, field.name).copy_(getattr(options, field.name)[view.slots])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from specplug.runtime.device.executor import DeviceExecutor
 
 
+class StepMarks(NamedTuple):
+    """Points of a step in the stream, timed."""
+
+    begun: Mark
+    decided: Mark
+    over: Mark
+
+
 class DeviceStep:
     """The `Launched` of a `DeviceExecutor`."""
 
@@ -31,19 +39,20 @@ class DeviceStep:
         packed: Packed,
         wishes: Sequence[Wish],
         report: Report,
-        begun: Mark,
-        idle_since: Mark | None,
+        marks: StepMarks,
+        before: StepMarks | None,
     ) -> None:
-        """`wishes`: of the drafter that ran already, if one did; `idle_since`: the end of the step before."""
+        """`wishes`: of the drafter that ran already, if one did; `before`: the marks of the step before."""
         self.rows = rows
         self.seconds: dict[str, float] = {}
         self.graph: bool | None = None
+        self.depth = 0
         self._executor = executor
         self._packed = packed
         self._wishes = wishes
         self._report = report
-        self._begun = begun
-        self._idle_since = idle_since
+        self._marks = marks
+        self._before = before
         self._logits: dict[int, Tensor] = {}
 
     def keep_logits(self, logits: Tensor, starts: Sequence[int]) -> None:
@@ -66,15 +75,22 @@ class DeviceStep:
             request = wish.request
             if request.slot == wish.slot and request.output.finish_reason is None:
                 request.drafted = wish.limit(request.kv_len)
+                wish.take(request.drafted)
         drafting = self._executor.drafting
         if drafting is not None and drafting.on_host:
-            self._executor.host_draft(self.rows, self._packed)
+            self.depth = self._executor.host_draft(self.rows, self._packed)
 
     def exposed(self) -> float | None:
         """See `Launched`: of decoding steps only, because before a prompt the device may have had nothing to do."""
-        if self._idle_since is None or any(len(row.tokens) > 1 for row in self.rows):
+        if self._before is None or any(len(row.tokens) > 1 for row in self.rows):
             return None
-        return self._begun.seconds_since(self._idle_since)
+        return self._marks.begun.seconds_since(self._before.over)
+
+    def took(self) -> tuple[float | None, float | None]:
+        """See `Launched`."""
+        marks, before = self._marks, self._before
+        between = marks.begun.seconds_since(before.decided) if before is not None else None
+        return marks.decided.seconds_since(marks.begun), between
 
     def _outcome(self, at: int, row: Row, line: Line) -> Outcome:
         draft = row.draft

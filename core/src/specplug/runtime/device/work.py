@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specplug.grammar.masks import words64
 from specplug.runtime.device.penalties import Edits, counts_tokens
 from specplug.runtime.device.sampling import Filters
 from specplug.runtime.device.upload import upload
 from specplug.runtime.request import Request
+
+NO_MASKS: Mapping[int, np.ndarray] = MappingProxyType({})
+"""Of a step in which nobody has a grammar."""
 
 
 def needs_host(request: Request) -> bool:
@@ -75,6 +80,8 @@ class WorkRow:
     def edited(self) -> bool:
         """Its options change logits before temperature."""
         request = self.live.request
+        if request.grammar is not None:
+            return True
         return request.processors is not None and (
             counts_tokens(request.sampling) or bool(request.sampling.logit_bias) or self.least > 0
         )
@@ -106,6 +113,8 @@ class Work:
     node: Tensor  # [n] node of the row's proposal, -1 = the root
     slot: Tensor  # [n]
     root_index: Tensor  # [n] token index of the row's root
+    masks: Tensor  # [g, W] what the grammars of g positions allow, 64 token ids a word
+    mask_at: Tensor  # [g] these positions, all of them edited
     edits: Sequence[Tensor]  # of `Edits`
     row_at: Tensor  # [m] sampled rows: index among the step's rows
     row_slot: Tensor  # [m]
@@ -116,8 +125,13 @@ class Work:
     count_slot: Tensor  # [c]
 
 
-def plan_work(rows: Sequence[WorkRow], vocab: int, device: torch.device) -> Work | None:
-    """Say what is to be done for `rows`, those with custom processors excepted; None: nothing. One upload."""
+def plan_work(
+    rows: Sequence[WorkRow], vocab: int, device: torch.device, masks: Mapping[int, np.ndarray] = NO_MASKS
+) -> Work | None:
+    """Say what is to be done for `rows`, those with custom processors excepted; None: nothing. One upload.
+
+    `masks`: `WorkRow.at` -> int32 [1 + drafted, words], of each row with a grammar: what it allows at its positions.
+    """
     work = sorted(
         (row for row in rows if not row.custom and (row.sampled or row.edited)),
         key=lambda row: (row.sampled, not row.edited),
@@ -133,8 +147,12 @@ def plan_work(rows: Sequence[WorkRow], vocab: int, device: torch.device) -> Work
     split = int(sizes[:greedy].sum())
     counting = [row for row in edited if counts_tokens(row.live.request.sampling)]
     edits = Edits()
+    mask_at: list[int] = []
     for row, begin, size in zip(edited, first.tolist(), sizes.tolist(), strict=False):
         edits.add(row.live.request, range(begin, begin + size), vocab, row.least)
+        if row.at in masks:
+            mask_at += range(begin, begin + size)
+    packed = [masks[row.at] for row in edited if row.at in masks]
 
     def each(some: Sequence[WorkRow], of: Callable[[WorkRow], int]) -> np.ndarray:
         return np.array([of(row) for row in some], dtype=np.int64)
@@ -143,6 +161,8 @@ def plan_work(rows: Sequence[WorkRow], vocab: int, device: torch.device) -> Work
         return np.repeat(each(work, of), sizes)
 
     arrays = {
+        "masks": words64(np.concatenate(packed)) if packed else np.zeros((0, 0), dtype=np.int64),
+        "mask_at": np.array(mask_at, dtype=np.int64),
         "source": spread(lambda row: row.start) + 1 + node,
         "node": node,
         "slot": spread(lambda row: row.live.slot),

@@ -1,0 +1,159 @@
+"""What rounds take: tables of seconds that are measured, refreshed, and read between their entries."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+from specplug.adaptive.config import Measured
+
+NEWEST = 0.2
+"""Weight of a new time, once there are a few."""
+SURE = 2
+"""Times after which one is believed: the first holds what happens once."""
+MOST = 2.0
+"""A new time counts as at most this multiple of what was known, and at least its inverse: a hiccup is no trend."""
+
+
+class Line:
+    """Seconds over one number (tokens, or depth), known at some places."""
+
+    def __init__(self) -> None:
+        self._at: list[int] = []
+        self._seconds: dict[int, float] = {}
+        self._count: dict[int, int] = {}
+
+    @property
+    def entries(self) -> int:
+        """How many places are known."""
+        return len(self._at)
+
+    def has(self, place: int, times: int = 1) -> bool:
+        """Say whether `place` itself is known, from at least so many times."""
+        return self._count.get(place, 0) >= times
+
+    def add(self, place: int, seconds: float) -> None:
+        """Take in a time. The second one may only lower the first, which often held what happens once."""
+        old = self._seconds.get(place)
+        if old is None:
+            self._at.insert(bisect_left(self._at, place), place)
+            self._seconds[place], self._count[place] = seconds, 1
+            return
+        self._count[place] += 1
+        if self._count[place] == 2:
+            self._seconds[place] = min(old, seconds)
+            return
+        bounded = min(max(seconds, old / MOST), old * MOST)
+        self._seconds[place] = old + NEWEST * (bounded - old)
+
+    def get(self, place: int) -> float:
+        """Return the seconds at `place`, on the line through its neighbours; beyond the ends never less than there."""
+        at, seconds = self._at, self._seconds
+        found = seconds.get(place)
+        if found is not None:
+            return found
+        if len(at) == 1:
+            return seconds[at[0]]
+        right = min(max(bisect_left(at, place), 1), len(at) - 1)
+        low, high = at[right - 1], at[right]
+        slope = (seconds[high] - seconds[low]) / (high - low)
+        if low <= place <= high:
+            return seconds[low] + slope * (place - low)
+        slope = max(slope, 0.0)
+        if place > high:
+            return seconds[high] + slope * (place - high)
+        return max(0.0, seconds[low] - slope * (low - place))
+
+    def times(self) -> Mapping[int, float]:
+        """Return what is known."""
+        return dict(self._seconds)
+
+
+class Costs:
+    """Seconds of a forward by (rows, tokens), and between a decision and the next forward by (rows, depth)."""
+
+    def __init__(self, measured: Measured) -> None:
+        """`measured`: what is known beforehand."""
+        self._verify: dict[int, Line] = {}
+        self._between: dict[int, Line] = {}
+        for _ in range(SURE):
+            for (rows, tokens), seconds in measured.verify.items():
+                self.add_verify(rows, tokens, seconds)
+            for (rows, depth), seconds in measured.draft.items():
+                self.add_between(rows, depth, seconds)
+
+    def knows_plain(self, rows: int) -> bool:
+        """Say whether plain steps of so many rows were timed, more than one."""
+        return self._has(self._verify, rows, rows) and self._has(self._between, rows, 0)
+
+    def knows_draft(self, rows: int, depth: int) -> bool:
+        """Say whether a round of this depth was timed, with so many rows or at the nearest number that was."""
+        line = self._drafting(rows)
+        return line is not None and line.has(depth)
+
+    def add_verify(self, rows: int, tokens: int, seconds: float) -> None:
+        """Take in the time of a forward."""
+        self._verify.setdefault(rows, Line()).add(_coarse(rows, tokens), seconds)
+
+    def add_between(self, rows: int, depth: int, seconds: float) -> None:
+        """Take in the time between a decision and the next forward."""
+        self._between.setdefault(rows, Line()).add(depth, seconds)
+
+    def plain(self, rows: int) -> float:
+        """Return the seconds of a plain step; it must be known."""
+        return self.round(rows, rows, 0)
+
+    def verify(self, rows: int, tokens: int) -> float:
+        """Return the seconds of a forward; 0.0 where nothing is known."""
+        line = _nearest(self._verify, rows)
+        if line is None:
+            return 0.0
+        found = line.get(_coarse(rows, tokens))
+        if line.entries == 1 and tokens > rows:  # what more tokens take is as with another number of rows
+            wide = _nearest({at: other for at, other in self._verify.items() if other.entries > 1}, rows)
+            if wide is not None:
+                found += max(0.0, wide.get(tokens) - wide.get(rows))
+        return found
+
+    def between(self, rows: int, depth: int) -> float:
+        """Return the seconds from a decision for `depth` to the next forward; 0.0 where nothing is known."""
+        line = _nearest(self._between, rows)
+        if line is None:
+            return 0.0
+        found = line.get(depth)
+        wide = self._drafting(rows)
+        if wide is not None and wide is not line and depth > 0:
+            found += max(0.0, wide.get(depth) - wide.get(0))
+        return found
+
+    def round(self, rows: int, tokens: int, depth: int) -> float:
+        """Return the seconds of a round: drafts of `depth`, and a forward over `tokens` tokens."""
+        return self.verify(rows, tokens) + self.between(rows, depth)
+
+    def measured(self) -> Measured:
+        """Return all that is known."""
+        return Measured(
+            {(rows, at): took for rows, line in self._verify.items() for at, took in line.times().items()},
+            {(rows, at): took for rows, line in self._between.items() for at, took in line.times().items()},
+        )
+
+    def _drafting(self, rows: int) -> Line | None:
+        """Return the nearest line that knows of any depth but 0."""
+        return _nearest({at: line for at, line in self._between.items() if line.entries > line.has(0)}, rows)
+
+    def _has(self, lines: Mapping[int, Line], rows: int, at: int) -> bool:
+        line = lines.get(rows)
+        return line is not None and line.has(at, SURE)
+
+
+def _coarse(rows: int, tokens: int) -> int:
+    """Return `tokens` in steps of a quarter of the rows, so that a large batch's totals share entries."""
+    step = max(1, rows // 4)
+    return rows + (tokens - rows) // step * step
+
+
+def _nearest(lines: Mapping[int, Line], rows: int) -> Line | None:
+    found = lines.get(rows)
+    if found is None and lines:
+        found = lines[min(lines, key=lambda other: abs(other - rows))]
+    return found

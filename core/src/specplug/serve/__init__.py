@@ -1,0 +1,1 @@
+"""`specplug serve`: the engine in its own process, and HTTP in front of it."""

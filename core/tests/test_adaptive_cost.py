@@ -1,0 +1,270 @@
+"""The cost policy in simulation: scripted acceptance, scripted costs, no clock.
+
+Time is in plain steps of one row. A draft costs `draft` for all rows together, a token in the forward `token`.
+"""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from specplug.adaptive.acceptance import ByDepth, ByRow, expected
+from specplug.adaptive.config import Measured
+from specplug.adaptive.cost import CostPolicy
+from specplug.adaptive.costs import Costs, Line
+from specplug.adaptive.guard import WINDOW, Guard
+from specplug.adaptive.policy import Decision, Result, Round
+from specplug.adaptive.tiers import one_tier
+
+DEPTHS = range(8)
+ROWS = [1, 2, 4, 8, 12, 16, 24, 32]
+
+
+class World(NamedTuple):
+    """What things take."""
+
+    draft: float
+    token: float
+    fixed: float = 0.0
+
+    def verify(self, tokens: int) -> float:
+        return 1.0 + self.token * (tokens - 1)
+
+    def between(self, depth: int) -> float:
+        return self.fixed + self.draft * depth if depth else 0.0
+
+
+WORLDS = {
+    "a cheap draft": World(0.05, 0.01),
+    "a draft model": World(0.2, 0.01),
+    "a costly draft": World(0.5, 0.05),
+    "mostly fixed costs": World(0.05, 0.02, 0.5),
+    "dear tokens": World(0.02, 0.1),
+}
+Chance = Callable[[int, int], float]
+"""(step, row) -> chance that a draft is accepted."""
+ACCEPTANCE: dict[str, Chance] = {
+    "dead": lambda step, row: 0.0,
+    "perfect": lambda step, row: 1.0,
+    "alternating": lambda step, row: 0.95 if step // 20 % 2 else 0.0,
+    "alternating slowly": lambda step, row: 0.95 if step // 200 % 2 else 0.0,
+    "drops": lambda step, row: 0.95 if step < 600 else 0.0,
+    "rises": lambda step, row: 0.0 if step < 600 else 0.9,
+    "middling": lambda step, row: 0.6,
+    "rows differ": lambda step, row: 0.95 if row % 2 else 0.05,
+}
+
+
+class Played(NamedTuple):
+    """A run: per step its depth, its time, and the tokens it emitted per row."""
+
+    depths: list[int]
+    times: list[float]
+    emitted: list[float]
+    limits: list[list[int]]
+
+    def speed(self, since: int = 0) -> float:
+        return sum(self.emitted[since:]) / sum(self.times[since:])
+
+
+def play(policy: CostPolicy | int, world: World, chance: Chance, rows: int, steps: int = 1200) -> Played:
+    """Run a policy, or a fixed depth."""
+    rng = random.Random(7)
+    found = Played([], [], [], [])
+    decision = policy.decide(rows, range(rows)) if isinstance(policy, CostPolicy) else Decision(policy)
+    for step in range(steps):
+        results = []
+        for row in range(rows):
+            limit, accepted = decision.limits.get(row, decision.depth), 0
+            draws = [rng.random() for _ in DEPTHS]
+            while accepted < limit and draws[accepted] < chance(step, row):
+                accepted += 1
+            results.append(Result(row, decision, limit, limit, accepted))
+        tokens = rows + sum(one.limit for one in results)
+        verify, between = world.verify(tokens), world.between(decision.depth)
+        found.depths.append(decision.depth)
+        found.limits.append([one.limit for one in results])
+        found.times.append(verify + between)
+        found.emitted.append(1 + sum(one.accepted for one in results) / rows)
+        if isinstance(policy, CostPolicy):
+            policy.observe(Round(rows, tokens, results, verify, between))
+            decision = policy.decide(rows, range(rows))
+    return found
+
+
+def cost_policy(measured: Measured | None = None, start: int = 3) -> CostPolicy:
+    return CostPolicy({depth: depth for depth in DEPTHS}, one_tier(DEPTHS), ROWS, start, measured or Measured())
+
+
+def worst_window(run: Played, plain: float) -> float:
+    """Return the most time that any window took, over what plain decoding would have taken for its tokens."""
+    at = range(len(run.times) - WINDOW + 1)
+    return max(sum(run.times[one : one + WINDOW]) / (plain * sum(run.emitted[one : one + WINDOW])) for one in at)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("acceptance", ACCEPTANCE)
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_window_is_slower_than_plain_by_more_than_3_percent(world: str, acceptance: str, rows: int) -> None:
+    # Breaks with: no guard; gains that pay for later losses; tries at a fixed interval.
+    run = play(cost_policy(), WORLDS[world], ACCEPTANCE[acceptance], rows)
+    assert worst_window(run, WORLDS[world].verify(rows)) <= 1.03
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("acceptance", ["dead", "perfect", "middling", "rows differ"])
+@pytest.mark.parametrize("world", ["a cheap draft", "a draft model"])
+def test_it_is_within_3_percent_of_the_best_fixed_depth(world: str, acceptance: str, rows: int) -> None:
+    """Chosen in hindsight, plain decoding among them."""
+    run = play(cost_policy(), WORLDS[world], ACCEPTANCE[acceptance], rows)
+    best = max(play(depth, WORLDS[world], ACCEPTANCE[acceptance], rows).speed() for depth in DEPTHS)
+    assert run.speed() >= 0.97 * best
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_it_returns_from_0(world: str) -> None:
+    """Acceptance that rises is found out, though nothing is observed at 0."""
+    # Breaks with: no tries at depth 0.
+    run = play(cost_policy(), WORLDS[world], ACCEPTANCE["rises"], 1, 1800)
+    best = max(play(depth, WORLDS[world], ACCEPTANCE["rises"], 1, 1800).speed(1200) for depth in DEPTHS)
+    assert run.speed(1200) >= 0.9 * best
+    assert run.depths[400:600].count(0) > 180
+
+
+def test_rows_that_differ_get_drafts_of_their_own() -> None:
+    """Where tokens are dear, a row whose drafts are rejected has none, and that is faster than any fixed depth."""
+    # Breaks with: one limit for all rows.
+    world = WORLDS["dear tokens"]
+    policy = cost_policy()
+    run = play(policy, world, ACCEPTANCE["rows differ"], 8)
+    best = max(play(depth, world, ACCEPTANCE["rows differ"], 8).speed() for depth in DEPTHS)
+    assert run.speed() > 1.1 * best
+    given = [sum(limits[row] for limits in run.limits[200:]) for row in range(8)]
+    assert max(given[::2]) < min(given[1::2]) / 2
+
+
+def test_what_was_measured_before_is_used_from_the_first_step() -> None:
+    world = WORLDS["a draft model"]
+    known = Measured(
+        {(1, tokens): world.verify(tokens) for tokens in range(1, 9)},
+        {(1, depth): world.between(depth) for depth in DEPTHS},
+        {1: [0.95] * 7},
+    )
+    assert cost_policy(known).decide(1, [0]).depth > 3
+    assert cost_policy().decide(1, [0]).depth == 0, "without, plain steps are timed first"
+
+
+def test_depths_that_can_never_gain_are_hardly_tried() -> None:
+    """A draft that costs as much as the target's step."""
+    run = play(cost_policy(), World(1.5, 0.0), ACCEPTANCE["perfect"], 1, 2000)
+    assert sum(depth > 0 for depth in run.depths) < 12
+
+
+def test_a_hiccup_in_the_first_times_does_not_last() -> None:
+    """The first drafted round takes 50 times as long as those that would follow."""
+    # Breaks with: costs that are never measured again.
+    world, policy = WORLDS["a cheap draft"], cost_policy()
+    decision, drafted = policy.decide(1, [0]), 0
+    for _ in range(2000):
+        depth = decision.depth
+        slow = 50.0 if depth and not drafted else 1.0
+        drafted += depth > 0
+        took = slow * world.verify(1 + depth), slow * world.between(depth)
+        policy.observe(Round(1, 1 + depth, [Result(0, decision, depth, depth, depth)], *took))
+        decision = policy.decide(1, [0])
+    assert drafted > 500
+
+
+def test_no_drafts_where_nobody_may_have_any() -> None:
+    policy = cost_policy()
+    assert all(policy.decide(2, []).depth == 0 for _ in range(5))
+
+
+def test_a_row_is_forgotten_with_its_request() -> None:
+    policy = cost_policy()
+    for _ in range(30):
+        policy.observe(Round(1, 4, [Result(5, Decision(3), 3, 3, 0)]))
+    assert policy._rows.factors([5], 0.9)[0] < 0.5
+    policy.forget(5)
+    assert policy._rows.factors([5], 0.9)[0] == pytest.approx(1.0)
+
+
+# --- its parts -------------------------------------------------------------------------------------------------------
+
+
+def test_times_between_known_ones_lie_on_a_line() -> None:
+    line = Line()
+    line.add(4, 2.0)
+    assert [line.get(at) for at in (1, 4, 9)] == [2.0, 2.0, 2.0]
+    line.add(8, 4.0)
+    assert [line.get(at) for at in (2, 4, 6, 8, 10)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    falling = Line()
+    falling.add(1, 2.0)
+    falling.add(2, 1.0)
+    assert falling.get(9) == 1.0, "more never takes less"
+
+
+def test_a_second_time_may_lower_the_first_and_later_ones_count_a_fifth() -> None:
+    line = Line()
+    for seconds, now in ((9.0, 9.0), (1.0, 1.0), (1.5, 1.1), (100.0, 1.1 + 0.2 * 1.1)):
+        line.add(1, seconds)
+        assert line.get(1) == pytest.approx(now)
+
+
+def test_costs_of_another_batch_size_stand_in() -> None:
+    """What drafting adds there, on top of what a plain step takes here."""
+    costs = Costs(Measured({(4, 4): 1.0, (4, 12): 3.0, (8, 8): 10.0}, {(4, 0): 0.5, (4, 2): 1.5, (8, 0): 2.0}))
+    assert costs.round(8, 8, 0) == 12.0
+    assert costs.between(8, 2) == 3.0
+    assert costs.verify(8, 16) == 10.0 + 2.0
+    assert costs.knows_plain(8)
+    assert not costs.knows_plain(2)
+    assert costs.knows_draft(8, 2)
+
+
+def test_shares_count_what_was_reached() -> None:
+    """Depth 3 below a rejected depth 2 says nothing."""
+    shares = ByDepth(3)
+    for _ in range(200):
+        shares.add(np.array([3, 3]), np.array([1, 3]))
+    first, second, third = shares.shares()
+    assert first == pytest.approx(1.0, abs=0.02)
+    assert second == pytest.approx(0.5, abs=0.05)
+    assert third > 0.95
+
+
+def test_what_is_not_observed_is_forgotten() -> None:
+    shares = ByDepth(2)
+    for _ in range(100):
+        shares.add(np.array([2]), np.array([1]))
+    assert shares.shares()[1] < 0.1
+    for _ in range(600):
+        shares.add(np.array([1]), np.array([1]))
+    assert shares.shares()[1] > 0.9
+
+
+def test_expected_drafts_fall_with_depth_and_follow_the_row() -> None:
+    found = expected([0.5, 0.5], np.array([1.0, 2.0]))
+    assert found.tolist() == [[0.5, 0.25], [0.995, pytest.approx(0.995**2)]]
+    rows = ByRow(2)
+    for _ in range(100):
+        rows.add(np.array([0, 1]), np.array([3, 3]), np.array([3, 0]))
+    low, high = sorted(rows.factors([0, 1], 0.5))
+    assert low < 0.5 < 1.5 < high
+
+
+def test_the_guard_counts_every_run_of_rounds() -> None:
+    """Gains before a run of losses do not pay for it, losses older than the window do not count."""
+    guard = Guard()
+    for _ in range(50):
+        guard.add(-1.0)
+    for _ in range(3):
+        guard.add(1.0)
+    assert guard.lost == 3.0
+    assert guard.usual == pytest.approx(4.2 - 3.0)
+    assert guard.trying > guard.usual
+    for _ in range(WINDOW):
+        guard.add(0.0)
+    assert guard.lost == 0.0
