@@ -177,6 +177,12 @@ def test_a_hiccup_in_the_first_times_does_not_last() -> None:
     assert drafted > 500
 
 
+def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
+    """What drafting is measured against would be out of date otherwise."""
+    run = play(cost_policy(), WORLDS["a cheap draft"], ACCEPTANCE["perfect"], 1, 900)
+    assert run.depths[50:].count(0) == 3
+
+
 def test_no_drafts_where_nobody_may_have_any() -> None:
     policy = cost_policy()
     assert all(policy.decide(2, []).depth == 0 for _ in range(5))

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from specplug import SamplingParams, reference
+from specplug import SamplingParams, StepView, reference
 from specplug.adaptive.policy import Decision, Forced, Policy, Round
 from specplug.registry import Registry
+from specplug.runtime.device.executor import DeviceExecutor
+from specplug.runtime.device.stream import Mark
 from specplug.runtime.engine import Engine
+from specplug.runtime.request import Request
+from specplug.runtime.scheduler import Row
 from specplug.spec import DraftPlan
 from specplug.testing import scripted
 from specplug.testing.bench import PROMPTS
@@ -110,21 +114,32 @@ def test_a_drafter_that_needs_each_step_gets_it(registry: Registry, path: Callab
 
 
 @pytest.mark.usefixtures("from_tokens")
-def test_late_tokens_are_handed_over_in_pieces(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step of late tokens is larger than a prompt chunk, whatever was missed."""
-    # Breaks with: one step for a range of any length.
-    seen: list[int] = []
-    ingest = DeviceScripted.ingest
+def test_late_tokens_are_handed_over_in_pieces_that_look_like_prompts(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step of late tokens is larger than a prompt chunk, whatever was missed by however many."""
+    # Breaks with: one step for a range of any length; a limit for each row alone; rows whose root seems sampled.
+    sizes: list[int] = []
+    roots: list[tuple[Request, int, int]] = []
+    make = DeviceExecutor._late
 
-    def watched(self: Any, step: Any) -> None:
-        seen.append(len(step.tokens))
-        ingest(self, step)
+    def watched(self: DeviceExecutor, rows: Sequence[Row]) -> StepView:
+        view = make(self, rows)
+        sizes.append(sum(len(row.tokens) for row in rows))
+        count = len(rows)
+        assert view.num_kept[:count].tolist() == [len(row.tokens) for row in rows]
+        assert view.final.tolist() == [False] * len(view.final)
+        ends = [row.start + len(row.tokens) for row in rows]
+        roots.extend(zip([row.request for row in rows], ends, view.root[:count].tolist(), strict=True))
+        return view
 
-    monkeypatch.setattr(DeviceScripted, "ingest", watched)
-    with device_path(), engine_for(registry, policy=Forced([0] * 12 + [3]), chunked_prefill_size=4) as engine:
+    monkeypatch.setattr(DeviceExecutor, "_late", watched)
+    with device_path(), engine_for(registry, policy=Forced([3] * 4 + [0] * 8 + [3]), chunked_prefill_size=6) as engine:
         results = engine.generate(PROMPTS, GREEDY)
     assert [result.ids for result in results] == answers()
-    assert max(seen) <= 4 + 1 + len(PROMPTS) * 4, "a pad token, and rows of drafts"
+    assert all(request.tokens[at] == root for request, at, root in roots), "launched ahead, the host learns it later"
+    assert max(sizes) == 6
+    assert len(sizes) > 2
 
 
 @pytest.mark.usefixtures("from_tokens")
@@ -133,7 +148,7 @@ def test_a_slot_that_missed_something_is_clean_for_the_next_request(
     registry: Registry, path: Callable[[], Any]
 ) -> None:
     # Breaks with: what was missed outliving its request.
-    with path(), engine_for(registry, policy=Forced([0] * 30 + [3]), max_running_requests=1) as engine:
+    with path(), engine_for(registry, policy=Forced([3, 3, *[0] * 30, 3]), max_running_requests=1) as engine:
         first = engine.generate(PROMPTS[:1], GREEDY)
         rest = engine.generate(PROMPTS[1:], GREEDY)
         assert engine.speculation == "on"
@@ -229,7 +244,13 @@ def test_times_are_told_of_ordinary_rounds_only(registry: Registry) -> None:
         engine.submit(PROMPTS[1], GREEDY)
         engine.step()
         engine.step()
-        assert all(round.verify is None for round in policy.rounds[count : count + 1])
+        shared = policy.rounds[count]
+        assert (shared.verify, shared.between) == (None, None)
+        while len(policy.rounds[-1].results) < 2:
+            engine.step()
+        first = policy.rounds[-1]
+        assert first.verify is not None
+        assert first.between is None, "the drafting before it followed a prompt"
 
 
 @PATHS
@@ -310,6 +331,39 @@ def test_the_text_is_the_targets_whatever_is_chosen(
     assert [result.ids for result in results] == answers(most=50)
     assert report["adaptive"]["policy"] == policy
     assert sum(report["rounds_at"]) == report["rounds"]
+
+
+@pytest.mark.parametrize("algorithm", ["scripted", "scripted-device"])
+def test_costs_are_measured_at_start_and_decide(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """The device's timers are a clock that counts calls here: a drafted round takes hardly longer than a plain one."""
+    # Breaks with: marks of the wrong step, costs filed under the wrong depth or width.
+    clock = iter(range(10**9))
+
+    def record(mark: Any) -> None:
+        mark.at = next(clock)
+
+    monkeypatch.setattr(Mark, "record", record)
+    monkeypatch.setattr(Mark, "seconds_since", lambda mark, earlier: (mark.at - earlier.at) / 1e3)
+    options: dict[str, Any] = {"speculative_adaptive": True, "speculative_adaptive_policy": "cost"}
+    with (
+        device_path(),
+        engine_for(registry, algorithm, max_running_requests=2, disable_cuda_graph=False, **options) as engine,
+    ):
+        begun = engine.report()["adaptive"]["measured"]
+        drafts = {(rows, depth) for rows, depth, _ in begun["draft_ms"]}
+        assert {(rows, tokens) for rows, tokens, _ in begun["verify_ms"]} >= {(1, 1), (1, 4), (2, 2), (2, 8)}
+        assert drafts == (
+            {(1, at) for at in range(4)} | {(2, at) for at in range(4)} if "device" in algorithm else set()
+        )
+        results = engine.generate(PROMPTS[:4], GREEDY.model_copy(update={"max_tokens": 50}))
+        report = engine.report()
+        assert engine.speculation == "on"
+    assert [result.ids for result in results] == answers(PROMPTS[:4], 50)
+    assert report["accept_rate"] == 1.0
+    assert report["rounds_at"][3] > report["rounds"] / 2
+    assert all(ms > 0 for _, _, ms in report["adaptive"]["measured"]["verify_ms"])
 
 
 def test_ema_follows_acceptance(registry: Registry) -> None:

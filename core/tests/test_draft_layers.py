@@ -59,7 +59,7 @@ def test_sizes_follow_the_family_that_is_named() -> None:
     with pytest.raises(UserError, match="the head has architecture MyHead"):
         decoder_sizes(config, name="the head")
     del config["hidden_size"]
-    with pytest.raises(UserError, match="the head: config.json has hidden_size = None"):
+    with pytest.raises(UserError, match=r"the head: config\.json has hidden_size = None"):
         decoder_sizes(config, "LlamaForCausalLM", "the head")
 
 

@@ -527,7 +527,7 @@ def _leak(release: Any) -> Any:
 
 
 def _overcount(add_round: Any) -> Any:
-    return lambda self, drafted, path, reached: add_round(self, drafted // 2, path, reached)
+    return lambda self, drafted, path, reached, **more: add_round(self, drafted // 2, path, reached, **more)
 
 
 def _one_too_many(init: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from specplug.errors import RefusedError
 from specplug.names import fold
 from specplug.registry import Registry
-from specplug.resolve import Resolution, catalogue, resolve
+from specplug.resolve import Known, Resolution, catalogue, resolve
 from specplug.spec import Checkpoint, Facts
 from specplug.testing.stubs import Stub, stub_registry
 
@@ -269,16 +269,15 @@ def test_a_known_word_says_what_to_install(host: Host) -> None:
 @pytest.mark.parametrize(
     ("stub", "why"),
     [
-        (Stub("specplug-mtp", "0.1", algorithms=["builtin-mtp"]), "specplug-mtp 0.1 does not offer it"),
-        (
-            Stub("specplug-mtp", algorithms=["builtin-mtp"], fault="system-exit"),
-            "specplug-mtp 1.0 is broken",
-        ),
+        (Stub("specplug-far", "0.1", algorithms=["near"]), "specplug-far 0.1 does not offer it"),
+        (Stub("specplug-far", algorithms=["near"], fault="system-exit"), "specplug-far 1.0 is broken"),
     ],
 )
-def test_a_known_package_that_lacks_the_word(host: Host, stub: Stub, why: str) -> None:
-    message = str(refused(host.registry(stub), "nextn", facts()))
-    assert f"should come from specplug-mtp, but {why}" in message
+def test_a_known_package_that_lacks_the_word(host: Host, stub: Stub, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {**catalogue(), "far": Known("specplug-far", None)}
+    monkeypatch.setattr("specplug.resolve.catalogue", lambda: known)
+    message = str(refused(host.registry(stub), "far", facts()))
+    assert f"should come from specplug-far, but {why}" in message
 
 
 def test_a_word_left_out_by_the_allow_list(host: Host) -> None:

@@ -74,6 +74,9 @@ def test_every_depth_is_measured_at_every_batch_size(registry: Registry) -> None
         assert cell.iteration_ms > 0
         assert cell.tokens_per_second > 0
         assert cell.depth or cell.speed_up == 1.0
+    policy = engine._built.drafting.policy  # type: ignore[union-attr]
+    assert isinstance(policy, Watching)
+    assert len(policy._between[1, 0]) == 4 * 10, "4 prompts of 11 rounds, of which the first follows the prompt"
     measured = found.measured
     assert {(rows, depth) for rows, depth, _ in measured["draft_ms"]} == {(a, b) for a in (1, 2) for b in (0, 1, 2)}
     assert {(1, 1), (1, 2), (1, 3), (2, 2)} <= {(rows, tokens) for rows, tokens, _ in measured["verify_ms"]}

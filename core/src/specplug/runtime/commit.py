@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic
 from typing import NamedTuple
 
 from specplug import tree
@@ -26,6 +27,12 @@ class Outcome(NamedTuple):
         """The row's output: accepted drafts, then the token that follows unless none could be chosen."""
         found = [self.draft.tokens[node] for node in self.verdict.path] if self.draft else []
         return found if self.verdict.error else [*found, self.verdict.token]
+
+    @property
+    def corrected(self) -> bool:
+        """Whether the verdict's own token took the place of drafts: some stood below what was accepted."""
+        path = self.verdict.path
+        return self.draft is not None and (path[-1] if path else -1) in self.draft.parents
 
 
 def commit(row: Row, outcome: Outcome | None) -> int:
@@ -51,6 +58,8 @@ def commit(row: Row, outcome: Outcome | None) -> int:
         count = request.output.extend(tokens)
     request.tokens += tokens[:count]
     request.depths += [at + 1 if at < path else 0 for at in range(count)]
+    request.corrected += [at == path and outcome.corrected for at in range(count)]
+    request.committed = monotonic()
     if request.processors:
         for token in tokens[:count]:
             request.processors.commit(token)
@@ -59,7 +68,7 @@ def commit(row: Row, outcome: Outcome | None) -> int:
         request.grammar.commit(tokens[:count])
         error = request.grammar.error or error
     if error and request.output.finish_reason is None:  # unless a stop rule ended the answer before
-        request.error = error
+        request.error, request.blame = error, "request"
         request.output.end("error")
     kept = max(0, len(request.output.ids) - before)
     if decoding:
@@ -80,10 +89,8 @@ def _count(row: Row, outcome: Outcome, kept: int) -> None:
     end = len(draft.tokens) if kept > len(path) else kept
     if tree.is_chain(draft.parents):
         offered = deepest = min(len(draft.tokens), end)
-        stood_below = len(path) < len(draft.tokens)
     else:
         levels = [depth for depth in tree.depths(draft.parents) if depth <= end]
         offered, deepest = len(levels), max(levels, default=0)
-        stood_below = (path[-1] if path else -1) in draft.parents
     # The walk compared one level below what it accepted, if drafts stood there and the answer went on.
-    ledger.add_round(offered, deepest, min(len(path) + stood_below, kept), depth=wanted)
+    ledger.add_round(offered, deepest, min(len(path) + outcome.corrected, kept), depth=wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +16,10 @@ from specplug.runtime.logprobs import TokenLogprob
 from specplug.runtime.processors import Processors
 from specplug.runtime.stop import Finish, Output
 from specplug.sampling import SamplingParams
+
+
+Blame = Literal["request", "engine"]
+"""Whose fault an error is: what the request itself asked for, or what ran it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,11 @@ class Request:
     draft: Draft | None = None  # drafting stage: those drafts, unless only the device knows them
     asked: Asked = NOTHING  # drafting stage: what was wanted of the drafter for the next forward
     depths: list[int] = field(default_factory=list)  # commit: per output token its draft depth, 0 = sampled
+    corrected: list[bool] = field(default_factory=list)  # commit: per output token, it stands in for rejected drafts
+    committed: float = 0.0  # commit: when its newest token was, on `time.monotonic`
     ledger: Ledger = field(default_factory=Ledger)  # commit
-    error: str = ""  # engine: why it ended with "error"
+    error: str = ""  # engine, commit: why it ended with "error"
+    blame: Blame = "engine"  # commit: whose fault that is
 
     @property
     def pending(self) -> int:

@@ -74,36 +74,39 @@ class Answer(Response):
         asked, shape = self._asked, self._shape
         if asked.stream:
             await self._begin(send, "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"})
-        async for index, delta in self._deltas():
+        committed = monotonic()
+        async for index, delta, committed in self._deltas():
             if delta.end is not None and delta.finish_reason == "error":
                 raise _failure(delta.end)
             if delta.finish_reason == "abort":  # nobody else aborts what has a client
                 raise unavailable("this server is ending: the answer was cut")
             if chunk := shape.add(index, delta):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._service.metrics.commit_to_bytes.observe(monotonic() - committed)
         self._service.metrics.whole.observe(monotonic() - self._arrived)
         prompt_tokens = sum(submission.prompt_tokens for submission in self._submissions)
         usage = usage_of(shape.choices, prompt_tokens, [submission.seed for submission in self._submissions])
         if not asked.stream:
             await self._send_json(send, 200, shape.whole(usage))
+            self._service.metrics.commit_to_bytes.observe(monotonic() - committed)
             return
         if asked.include_usage:
             await send({"type": "http.response.body", "body": shape.usage_chunk(usage), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield (index of the choice among all of the request, delta) as they come."""
+    async def _deltas(self) -> AsyncIterator[tuple[int, Delta, float]]:
+        """Yield (index of the choice among all of the request, delta, when it was committed) as they come."""
         count = self._asked.params.n
         if len(self._submissions) == 1:
-            async for delta in self._read(self._submissions[0]):
-                yield self._timed(delta.choice, delta), delta
+            async for delta, at in self._read(self._submissions[0]):
+                yield self._timed(delta.choice, delta), delta, at
             return
-        queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Delta, float] | Exception | None] = asyncio.Queue()
 
-        async def pump(at: int, submission: Submission) -> None:
+        async def pump(number: int, submission: Submission) -> None:
             try:
-                async for delta in self._read(submission):
-                    queue.put_nowait((at * count + delta.choice, delta))
+                async for delta, at in self._read(submission):
+                    queue.put_nowait((number * count + delta.choice, delta, at))
             except Exception as error:
                 queue.put_nowait(error)
             queue.put_nowait(None)
@@ -118,16 +121,16 @@ class Answer(Response):
                 if item is None:
                     left -= 1
                 else:
-                    yield self._timed(item[0], item[1]), item[1]
+                    yield self._timed(item[0], item[1]), item[1], item[2]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, submission: Submission) -> AsyncIterator[Delta]:
+    async def _read(self, submission: Submission) -> AsyncIterator[tuple[Delta, float]]:
         async for delta in submission:
             self._service.seen(submission, delta)
-            yield delta
+            yield delta, submission.committed
         self._service.finished(submission)
 
     def _timed(self, index: int, delta: Delta) -> int:
@@ -166,7 +169,7 @@ class Answer(Response):
 
 def _failure(end: AnswerEnd) -> ApiError:
     """Return what an answer that ended with an error says: a drafter that raised, or what the request itself asked."""
-    if not end.error or end.ledger["speculation"] == f"failed: {end.error}":
+    if end.blame == "engine" or not end.error:
         return failed(end.error or "the request failed")
     field = end.error.partition(":")[0]
     return bad(field if field in SamplingParams.model_fields else None, end.error, "invalid_value")

@@ -171,7 +171,9 @@ class EngineLoop:
                     self._count.add("between", perf_counter() - between)
                 deltas = self._engine.step()
                 between = perf_counter()
-                self._tell([(self._open[delta.request, delta.choice], delta) for delta in deltas])
+                told = [(self._open[delta.request, delta.choice], delta) for delta in deltas]
+                # A step on a device returns later than it commits: once the next one is on its way.
+                self._tell(told, min((each.request.committed for each, _ in told), default=between))
                 self._count.add("between", perf_counter() - between)
         for each in list(self._submissions):
             self._abort(each)
@@ -257,11 +259,12 @@ class EngineLoop:
             if (each.request.id, each.request.choice) in self._open:
                 self._engine.abort(each.request)
                 ended.append((each, each.request.take()))
-        self._tell([(each, delta) for each, delta in ended if delta is not None])
+        self._tell([(each, delta) for each, delta in ended if delta is not None], monotonic())
 
     # --- events ------------------------------------------------------------------------------------------------
 
-    def _tell(self, deltas: Sequence[tuple[_Open, Any]]) -> None:
+    def _tell(self, deltas: Sequence[tuple[_Open, Any]], at: float) -> None:
+        """Send what became final at second `at`."""
         if not deltas:
             return
         told = []
@@ -269,7 +272,7 @@ class EngineLoop:
             end = self._ended(each) if delta.finish_reason else None
             told.append((each.id, _plain(each, delta, end)))
             each.told += len(delta.ids)
-        self._outbox.put(Batch(told))
+        self._outbox.put(Batch(told, at))
 
     def _ended(self, each: _Open) -> AnswerEnd:
         request, reason = each.request, each.request.output.finish_reason
@@ -281,7 +284,7 @@ class EngineLoop:
         if not mine:
             del self._submissions[each.id]
         ledger = request.settled_ledger().report() | {"speculation": self._engine.speculation}
-        return AnswerEnd(reason, len(request.output.ids), ledger, request.error)
+        return AnswerEnd(reason, len(request.output.ids), ledger, request.error, request.blame)
 
     def _snapshot(self) -> Snapshot:
         engine, plan = self._engine, self._engine.run.plan
@@ -319,8 +322,9 @@ def _plain(each: _Open, delta: Any, end: AnswerEnd | None) -> Delta:
     logprobs = None
     if delta.logprobs is not None:
         logprobs = tuple(TokenInfo(entry.token, entry.logprob, entry.top) for entry in delta.logprobs)
-    depths = each.request.depths[each.told : each.told + len(delta.ids)]
-    return Delta(delta.choice, tuple(delta.ids), delta.text, tuple(depths), logprobs, end)
+    new = slice(each.told, each.told + len(delta.ids))
+    depths, corrected = tuple(each.request.depths[new]), tuple(each.request.corrected[new])
+    return Delta(delta.choice, tuple(delta.ids), delta.text, depths, corrected, logprobs, end)
 
 
 def _state(each: _Open) -> RequestState:

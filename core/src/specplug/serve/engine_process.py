@@ -76,7 +76,9 @@ class Submission:
         self._client = client
         self._open = choices
         self._detokenizers = detokenizers
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self.committed = 0.0
+        """When the tokens of the newest delta were committed, on `time.monotonic`."""
+        self._deltas: asyncio.Queue[tuple[Delta | None, float]] = asyncio.Queue()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -84,10 +86,11 @@ class Submission:
     async def __anext__(self) -> Delta:
         if not self._open:
             raise StopAsyncIteration
-        delta = await self._deltas.get()
+        delta, at = await self._deltas.get()
         if delta is None:
             self._open = 0
             raise EngineDiedError(self._client.dead)
+        self.committed = at
         if delta.end is not None:
             self._open -= 1
         return self._detokenizers[delta.choice].completed(delta) if self._detokenizers else delta
@@ -96,9 +99,12 @@ class Submission:
         """End it now: its pages are free within a step, and the iterator ends with the finish reason ``"abort"``."""
         self._client.abort(self.id)
 
-    def put(self, delta: Delta | None) -> None:
-        """Take in a delta; None: there will be no more, the engine is gone. Called by the client."""
-        self._deltas.put_nowait(delta)
+    def put(self, delta: Delta | None, at: float = 0.0) -> None:
+        """Take in a delta committed at second `at`; None: there will be no more, the engine is gone.
+
+        Called by the client.
+        """
+        self._deltas.put_nowait((delta, at))
 
 
 class EngineClient:
@@ -254,7 +260,7 @@ class EngineClient:
                         self._left[id] -= 1
                         if not self._left[id]:
                             self._forget(id)
-                    submission.put(delta)
+                    submission.put(delta, event.at)
             case Accepted():
                 _resolve(self._waiting.get(event.id), event)
             case Refused():

@@ -21,6 +21,7 @@ STAGES: Mapping[str, tuple[str, ...]] = {"draft": ("draft",), "verify": ("plan",
 """Shares of a step's host time, as ``specplug bench`` makes them; every other stage is ``host``."""
 
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BYTES = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -88,6 +89,12 @@ class Metrics:
             "inter_token_latency_seconds",
             "Seconds per token between two deliveries to a request: the gap over the tokens that came.",
             _TOKEN,
+        )
+        self.commit_to_bytes = histogram(
+            "commit_to_bytes_seconds",
+            "From a step's commit in the engine's process until the bytes it made were handed to the socket; of an "
+            "answer that is not streamed, its last step's.",
+            _BYTES,
         )
         self.whole = histogram("request_seconds", "From a request's arrival to its last token.", _LATENCY)
         self._prompt = counter("prompt_tokens", "Tokens of the prompts of accepted requests.").labels(*self._labels)

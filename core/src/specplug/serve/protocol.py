@@ -13,6 +13,7 @@ from typing import Any, Literal
 from specplug.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Blame = Literal["request", "engine"]
 
 
 # --- what callers of the client see --------------------------------------------------------------------------------
@@ -73,6 +74,8 @@ class AnswerEnd:
     """The request's acceptance ledger, as `Result.ledger`, with ``speculation`` ("on", "off", "failed: ...")."""
     error: str = ""
     """One line: why it ended with ``"error"``."""
+    blame: Blame = "engine"
+    """Whose fault that is: what the request itself asked for, or what ran it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,10 @@ class Delta:
     text: str
     """Of these ids; a character that is not complete yet comes with a later delta."""
     depths: tuple[int, ...]
-    """Per id: its depth in the draft it came from; 0 = the target's own (sampled, or the correction of a draft)."""
+    """Per id: its depth in the draft it came from; 0 = the target's own."""
+    corrected: tuple[bool, ...]
+    """Per id: the target chose it where drafts stood, and it was none of them. Not behind a draft that was accepted
+    to its end, and not where there was no draft."""
     logprobs: tuple[TokenInfo, ...] | None = None
     """One per id, if asked for."""
     end: AnswerEnd | None = None
@@ -261,6 +267,8 @@ class Batch:
     """What became final in one step: (submission id, delta) each. Text is empty where the client makes it."""
 
     deltas: Sequence[tuple[int, Delta]]
+    at: float
+    """When the step's tokens were committed, on `time.monotonic`, which all processes of a machine share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,8 +117,8 @@ class Shape:
 
     def _reported(self, delta: Delta) -> list[dict[str, Any]]:
         return [
-            {"id": token, "bytes": list(self._tokens.bytes_of(token)), "depth": depth}
-            for token, depth in zip(delta.ids, delta.depths, strict=True)
+            {"id": token, "bytes": list(self._tokens.bytes_of(token)), "depth": depth, "corrected": corrected}
+            for token, depth, corrected in zip(delta.ids, delta.depths, delta.corrected, strict=True)
         ]
 
     def _logprobs(self, choice: Choice, entries: Sequence[TokenInfo] | None) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_ASSERTING = ("checks_declared", "checks_drafter", "checks_engine", "conformance", "oracle")
+_ASSERTING = ("checks_declared", "checks_device", "checks_drafter", "checks_engine", "conformance", "oracle")
 _MODULES = [f"specplug.testing.{name}" for name in _ASSERTING]
 # What is imported already cannot be rewritten any more, and pytest warns of it.
 pytest.register_assert_rewrite(*(name for name in _MODULES if name not in sys.modules))

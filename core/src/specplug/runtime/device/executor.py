@@ -341,6 +341,7 @@ class DeviceExecutor:
             given["literals"][:count],
             given["begin"][:count],
             statics.inputs.device["following"][:count],
+            statics.roots,
             self._decider.options,
         )
         if self._before is not None:

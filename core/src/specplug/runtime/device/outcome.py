@@ -78,15 +78,19 @@ def commit(to: Committed, verdicts: Verdicts, options: SamplingView, proposal: P
     proposal.limit.index_copy_(0, to.slots, to.cap.minimum(to.room - to.kv_len).clamp_min(0))
 
 
-def begin_late(view: StepView, literals: Tensor, begin: Tensor, following: Tensor, options: SamplingView) -> None:
+def begin_late(
+    view: StepView, literals: Tensor, begin: Tensor, following: Tensor, roots: Tensor, options: SamplingView
+) -> None:
     """Write the lengths of a step whose tokens were all committed before: none of its rows is its request's last.
 
     `literals`, `begin` [R]: tokens of each row and the first one's token index; `following` [R,L]: the tokens
-    after them; `options`: the sampling options of all slots, [S+1] each.
+    after them, -1 where only the device knows; `roots` [S+1]: the newest token of each slot; `options`: the sampling options of all slots, [S+1] each.
     """
     view.num_kept.copy_(literals)
     view.kv_len.copy_(begin + literals)
     view.next_tokens.copy_(following)
+    # What the host does not know yet is the token that the newest step has sampled.
+    view.next_tokens[:, 0] = torch.where(following[:, 0] < 0, roots[view.slots], following[:, 0])
     view.final.zero_()
     for field in dataclasses.fields(options):
         getattr(view.sampling, field.name).copy_(getattr(options, field.name)[view.slots])

@@ -1,8 +1,9 @@
-"""What forwards and drafts take on this device, measured at start on empty steps: where costs decide, they begin here."""
+"""What forwards and drafts take on this device, measured at start on empty steps, for policies that go by costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -25,7 +26,7 @@ def measure(executor: DeviceExecutor, drafting: Drafting, rows: list[int], devic
     counts. Runs on the scratch slot only. Nothing is measured where there are no timers, as on a CPU.
     """
     policy = drafting.policy
-    if not isinstance(policy, CostPolicy):
+    if not isinstance(policy, CostPolicy) or _seconds(lambda: None, device) is None:
         return
     for bucket, replay in executor.recorded():
         took = _seconds(replay, device)
@@ -38,7 +39,7 @@ def measure(executor: DeviceExecutor, drafting: Drafting, rows: list[int], devic
     for count in rows:
         for depth in sorted(drafting.depths):
             drafting.decision = Decision(depth)
-            took = _seconds(lambda at=Bucket(count, count): executor.empty_draft(at), device)  # type: ignore[misc]
+            took = _seconds(partial(executor.empty_draft, Bucket(count, count)), device)
             if took is not None:
                 for _ in range(SURE):
                     policy.costs.add_between(count, depth, took)
