@@ -9,6 +9,9 @@ SOURCES := core/src $(wildcard plugins/*/src)
 # Waiting OpenMP threads that spin starve every other process on a small machine.
 OMP_WAIT_POLICY ?= PASSIVE
 export OMP_WAIT_POLICY
+# One test process a core, one thread each: most tests are Python, and tiny products gain nothing from a second thread.
+PARALLEL := -n auto --maxprocesses 4 --dist loadscope
+test verify: export OMP_NUM_THREADS ?= 1
 # Packages of another environment must not leak into .venv.
 unexport PYTHONPATH PYTHONHOME
 
@@ -36,11 +39,11 @@ demo: $(STAMP)
 
 test: lint types
 	@echo '== pytest, not slow, not gpu'
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -q -m 'not slow and not gpu' $(ARGS)
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -q $(PARALLEL) -m 'not slow and not gpu' $(ARGS)
 
 verify: $(STAMP)
 	@echo '== pytest, slow'
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest -q -m 'slow and not gpu' $(ARGS)
+	@HF_HUB_OFFLINE=1 $(PY) -m pytest -q $(PARALLEL) -m 'slow and not gpu' $(ARGS)
 
 lint: $(STAMP)
 	@echo '== ruff check, ruff format --check'

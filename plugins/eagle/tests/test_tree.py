@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specplug import SamplingParams
-from specplug import tree as parents_lists
 from specplug.testing.setup import Rule, VerifyRow, accept
+from specplug.testing.setup import tree as parents_lists
 from specplug_eagle.config import candidates
 from specplug_eagle.tree import cheapest, expand, frontier, prune
 
