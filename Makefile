@@ -53,6 +53,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	@echo '== mypy --strict'
 	@$(PY) -m mypy $(SOURCES)
+	@MYPYPATH=training $(PY) -m mypy training/train.py training/evaluate.py
 
 format: $(STAMP)
 	@$(PY) -m ruff check --fix .

@@ -13,7 +13,7 @@ CONSTRAINTS = str(ROOT / "requirements" / "constraints.txt")
 QUICK = ("-q", "-m", "not slow and not gpu")
 
 nox.options.default_venv_backend = "venv"
-nox.options.sessions = ["lint", "types", "core", "plugin", "together", "wheel"]
+nox.options.sessions = ["lint", "types", "core", "plugin", "together", "wheel", "third_party", "docs"]
 
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
@@ -91,15 +91,38 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session
+def third_party(session: nox.Session) -> None:
+    """Packages as strangers write them, and what ``specplug new`` writes: their whole kits, the slow classes too."""
+    install(session, *editable(*PLUGINS))
+    tests = ["tests/test_third_party.py", "tests/test_third_party_packages.py", "core/tests/test_new.py"]
+    found = [name for name in tests if (ROOT / name).is_file()]
+    session.run("pytest", "-q", "-m", "not gpu", *found, *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site: generated pages up to date, every link and every page in a menu, code blocks run, then built."""
+    install(session, "-e", "core[gguf,plot,serve,testing]", *editable(*PLUGINS)[2:])
+    session.install("-r", str(ROOT / "requirements" / "docs.txt"))
+    session.run("python", "docs/generate.py", "--check")
+    session.run("pytest", "-q", "-m", "not gpu", "tests/test_docs.py", "tests/test_readme.py", *session.posargs)
+    site = Path(session.create_tmp()) / "site"
+    session.run("python", "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", str(site))
+    session.log(f"built: {site}")
+
+
+@nox.session
 def lowest(session: nox.Session) -> None:
-    """The lowest versions that the core's ranges allow. Not in the default list: it fetches another torch."""
+    """The lowest versions that the core's ranges allow, but for torch, which stays at its pin."""
     lowest_file = Path(session.create_tmp()) / "lowest.txt"
     project = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [
         *project["dependencies"],
         *(line for extra in project["optional-dependencies"].values() for line in extra),
     ]
-    lowest_file.write_text("".join(f"{pin}\n" for pin in map(lower_bound, wanted)), encoding="utf-8")
+    pins = [lower_bound(each) for each in wanted if Requirement(each).name != "torch"]
+    pins += [line for line in Path(CONSTRAINTS).read_text(encoding="utf-8").splitlines() if line.startswith("torch==")]
+    lowest_file.write_text("".join(f"{pin}\n" for pin in pins), encoding="utf-8")
     install(session, *editable(*PLUGINS), constraints=str(lowest_file))
     session.run("pytest", *QUICK, *session.posargs)
 

@@ -122,6 +122,10 @@ def test_answers_are_those_of_an_engine_in_this_process(side, client, args, plug
                 depths = [depth for delta in deltas for depth in delta.depths]
                 assert len(depths) == len(result.ids)
                 assert sum(depth > 0 for depth in depths) == result.ledger["accepted"]
+                corrected = [one for delta in deltas for one in delta.corrected]
+                assert len(corrected) == len(depths)
+                assert not any(depth and one for depth, one in zip(depths, corrected, strict=True))
+                assert any(corrected) == (result.ledger["accepted"] < result.ledger["path"])
                 entries = [entry for delta in deltas for entry in delta.logprobs or ()]
                 for entry, asked in zip(entries, result.logprobs or (), strict=True):
                     assert entry.token == asked.token

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ class FakeSubmission:
         self.id = next(client.numbers)
         self.seed = 7 if params.seed is None else params.seed
         self.prompt_tokens = len(prompt)
+        self.committed = 0.0
         self.aborted = asyncio.Event()
         self._client, self._script, self._params = client, script, params
         self._done = False
@@ -57,15 +59,18 @@ class FakeSubmission:
         self._client.running -= 1
         ledger = Ledger(output_tokens=count, prefill_forwards=1, rounds=max(0, count - 1)).report()
         error = self._client.error if reason == "error" else ""
-        return AnswerEnd(reason, count, ledger | {"speculation": self._client.speculation}, error)
+        ledger["speculation"] = self._client.speculation
+        return AnswerEnd(reason, count, ledger, error, self._client.blame)
 
     def _delta(self, ids: Sequence[int], end: AnswerEnd | None = None) -> Delta:
+        self.committed = monotonic()
         logprobs = tuple(TokenInfo(token, float("-inf"), ((token, -0.5),)) for token in ids)
         return Delta(
             0,
             tuple(ids),
             bytes(ids).decode(),
             tuple(at % 2 for at in range(len(ids))),
+            tuple(at == 2 for at in range(len(ids))),
             logprobs if self._params.logprobs else None,
             end,
         )
@@ -105,6 +110,7 @@ class FakeClient:
         self.running = 0
         self.room = 1000
         self.speculation = "on" if nodes else "off"
+        self.blame: Any = "engine"
         self.error = "acme 1.0: propose raised ValueError: in /srv/acme/secret/drafter.py"
         self.submissions: list[FakeSubmission] = []
         self.asked: list[tuple[list[int], SamplingParams, int | None]] = []

@@ -113,13 +113,28 @@ def test_completion_logprobs_count_the_likeliest(fake: Any) -> None:
 
 def test_tokens_with_their_depths(fake: Any) -> None:
     async def scene() -> None:
-        _, service = fake()
+        _, service = fake((b"abc", b"d", "stop"))
         asked = TEXT | {"speculative": {"tokens": True}}
         whole = (await post(service, "/v1/completions", asked)).json()["choices"][0]["speculative"]["tokens"]
-        assert [(token["id"], token["depth"]) for token in whole] == [(97, 0), (98, 1), (99, 0)]
+        assert [(token["id"], token["depth"], token["corrected"]) for token in whole] == [
+            *((97, 0, False), (98, 1, False), (99, 0, True), (100, 0, False))
+        ]
         chunks = events(await post(service, "/v1/completions", asked | {"stream": True}))[:-1]
         pieces = [token for chunk in chunks for token in chunk["choices"][0]["speculative"]["tokens"]]
         assert pieces == whole
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("body", "count"), [({}, 1), ({"stream": True}, 3), ({"stream": True, "n": 1}, 3)])
+def test_time_from_commit_to_bytes(fake: Any, monkeypatch: pytest.MonkeyPatch, body: Any, count: int) -> None:
+    async def scene() -> None:
+        _, service = fake((b"ab", b"c", "stop"))
+        seen: list[float] = []
+        monkeypatch.setattr(service.metrics.commit_to_bytes, "observe", seen.append)
+        assert (await post(service, "/v1/completions", TEXT | body)).status_code == 200
+        assert len(seen) == count  # one per chunk, and one for an answer in one piece
+        assert all(0 < spent < 5 for spent in seen)
 
     run(scene())
 
@@ -381,7 +396,9 @@ def test_an_answer_that_fails_is_500_without_paths(fake: Any) -> None:
 def test_an_answer_whose_own_options_leave_no_token_is_400(fake: Any) -> None:
     async def scene() -> None:
         client, service = fake((b"a", "error"))
+        client.blame = "request"
         client.error = "response_format: its schema became too complex to follow here; simplify it"
+        client.speculation = f"failed: {client.error}"  # what it says does not matter
         response = await post(service, "/v1/completions", TEXT)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
 

@@ -37,7 +37,10 @@ ACT = """
 (async () => {
   const event = makeEvents(), pieces = makePieces();
   const split = [...event('data: {"a"'), ...event(':1}\\n'), ...event('\\ndata: [DONE]\\n\\ndata: {"b":2}\\n\\n')];
-  const text = pieces([{ bytes: [0xc3], depth: 1 }, { bytes: [0xa9, 0x61], depth: 0 }]);
+  const text = pieces([
+    { bytes: [0xc3], depth: 1, corrected: false }, { bytes: [0xa9, 0x61], depth: 0, corrected: true },
+    { bytes: [0x62], depth: 0, corrected: false },
+  ]);
   await el("ask").listeners.submit({ preventDefault() {} });
   await refresh();
   console.log(JSON.stringify({
@@ -91,13 +94,14 @@ def test_its_script_against_the_server(serving: Any, page: httpx.Response, kind:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["split"] == [{"a": 1}, {"b": 2}]
-    assert found["text"] == [{"text": "", "drafted": True}, {"text": "éa", "drafted": False}]
+    kinds = [(piece["text"], piece["kind"]) for piece in found["text"]]
+    assert kinds == [("", "draft"), ("éa", "corrected"), ("b", "own")]
     assert found["model"] == "tiny"
     assert "scripted (specplug-scripted 0.1.0)" in found["about"]
     assert "tokens/s" in found["tiles"]
     assert found["bars"]
     assert found["send"] is False
     assert len(found["spans"]) == 8
-    assert set(found["spans"]) == {"draft", "own"}
+    assert found["spans"] == ["own", *["draft", "draft", "corrected"] * 2, "own"]
     assert len(found["answer"]) == 8
     assert found["result"].startswith("8 tokens, ")

@@ -52,7 +52,9 @@ class Grammar:
                 return
             # Asked first: no rule lets it say no, but a matcher that was fed a wrong token never recovers.
             if self._ended or not self._known(token) or self.matcher.validate_tokens([token]) != 1:
-                self.error = f"response_format: token {token} became output and is not allowed there; please report this"
+                self.error = (
+                    f"response_format: token {token} became output and is not allowed there; please report this"
+                )
                 return
             self.matcher.consume_token(token)
             self._note()

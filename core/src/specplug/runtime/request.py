@@ -17,7 +17,6 @@ from specplug.runtime.processors import Processors
 from specplug.runtime.stop import Finish, Output
 from specplug.sampling import SamplingParams
 
-
 Blame = Literal["request", "engine"]
 """Whose fault an error is: what the request itself asked for, or what ran it."""
 

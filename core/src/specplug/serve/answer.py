@@ -169,7 +169,7 @@ class Answer(Response):
 
 def _failure(end: AnswerEnd) -> ApiError:
     """Return what an answer that ended with an error says: a drafter that raised, or what the request itself asked."""
-    if end.blame == "engine" or not end.error:
+    if end.blame == "engine":
         return failed(end.error or "the request failed")
     field = end.error.partition(":")[0]
     return bad(field if field in SamplingParams.model_fields else None, end.error, "invalid_value")

@@ -173,7 +173,7 @@ class EngineLoop:
                 between = perf_counter()
                 told = [(self._open[delta.request, delta.choice], delta) for delta in deltas]
                 # A step on a device returns later than it commits: once the next one is on its way.
-                self._tell(told, min((each.request.committed for each, _ in told), default=between))
+                self._tell(told, min((each.request.committed for each, _ in told), default=0.0))
                 self._count.add("between", perf_counter() - between)
         for each in list(self._submissions):
             self._abort(each)

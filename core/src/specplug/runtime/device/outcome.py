@@ -84,7 +84,8 @@ def begin_late(
     """Write the lengths of a step whose tokens were all committed before: none of its rows is its request's last.
 
     `literals`, `begin` [R]: tokens of each row and the first one's token index; `following` [R,L]: the tokens
-    after them, -1 where only the device knows; `roots` [S+1]: the newest token of each slot; `options`: the sampling options of all slots, [S+1] each.
+    after them, -1 where only the device knows; `roots` [S+1]: the newest token of each slot; `options`: the sampling
+    options of all slots, [S+1] each.
     """
     view.num_kept.copy_(literals)
     view.kv_len.copy_(begin + literals)

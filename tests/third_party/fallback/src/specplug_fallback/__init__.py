@@ -1,0 +1,1 @@
+"""Two draft algorithms as one, for specplug."""

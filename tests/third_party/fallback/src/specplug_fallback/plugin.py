@@ -1,0 +1,44 @@
+"""Manifest of the combinator. Torch-free."""
+
+from collections.abc import Sequence
+
+from specplug import AlgorithmSpec, Capabilities, DraftPlan, Facts, Refusal, TapRequest, combined_plan, hookimpl
+from specplug_fallback.config import FallbackConfig
+
+
+def plan(config: FallbackConfig, facts: Facts, depth: int | None) -> DraftPlan | Refusal:
+    """Plan both, and what they need together."""
+    plans = []
+    for name, options in config.parts():
+        found = facts.plan_of(name, options, depth)
+        if isinstance(found, Refusal):
+            return Refusal(reason=f"its part {name!r}: {found.reason}", try_instead=found.try_instead)
+        plans.append(found)
+    return combined_plan(*plans)
+
+
+SPEC = AlgorithmSpec(
+    name="fallback",
+    api=(1, 0),
+    summary="two algorithms as one: where the first has no draft, the second drafts",
+    capabilities=Capabilities(  # whatever its parts may need
+        shapes=frozenset({"chain", "tree", "block"}),
+        proposal_probs="dense",
+        runs_on=frozenset({"host", "device"}),
+        taps=(TapRequest(at="any"),),
+        draft_kv=frozenset({"own_layers", "reads_target"}),
+        borrows=frozenset({"embed_tokens", "lm_head", "rope"}),
+        vocab="mapped",
+        variable_depth=True,
+        graph_safe=True,
+    ),
+    config_model=FallbackConfig,
+    plan=plan,
+    drafter="specplug_fallback.drafter:FallbackDrafter",
+)
+
+
+@hookimpl
+def specplug_algorithms() -> Sequence[AlgorithmSpec]:
+    """Offer the combinator."""
+    return (SPEC,)

@@ -1,0 +1,1 @@
+"""Medusa for specplug."""

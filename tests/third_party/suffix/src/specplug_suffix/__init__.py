@@ -1,0 +1,1 @@
+"""Suffix decoding for specplug."""

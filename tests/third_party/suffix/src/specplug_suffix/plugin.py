@@ -1,0 +1,56 @@
+"""Manifest of suffix decoding. Torch-free."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specplug import AlgorithmSpec, Capabilities, DraftPlan, Facts, Problem, Refusal, hookimpl
+from specplug_suffix.config import SuffixConfig
+
+NAME = "suffix-decoding"
+NEEDS = Capabilities(shapes=frozenset({"tree"}), runs_on=frozenset({"host"}), variable_depth=True)
+
+
+def plan(config: SuffixConfig, facts: Facts, depth: int | None) -> DraftPlan | Refusal:
+    """Plan a tree of `num_draft_tokens` - 1 nodes, as deep as a match leaves room in the tries."""
+    longest = min(config.num_draft_tokens - 1, config.suffix_max_depth - 1)
+    longest = longest if depth is None else max(0, min(longest, depth))
+    return DraftPlan(needs=NEEDS, nodes=config.num_draft_tokens - 1 if longest else 0, depth=longest)
+
+
+SPEC = AlgorithmSpec(
+    name=NAME,
+    api=(1, 0),
+    summary="trees of what followed the same words in this request and, if asked to, in earlier answers",
+    aliases=("arctic-suffix",),
+    foreign_options={
+        "suffix-decoding-max-tree-depth": "write --speculative-suffix-max-depth",
+        "suffix-decoding-max-cached-requests": "write --speculative-suffix-cached-requests",
+        "suffix-decoding-max-spec-factor": "write --speculative-suffix-factor",
+        "suffix-decoding-min-token-prob": "write --speculative-suffix-min-probability",
+    },
+    capabilities=NEEDS,
+    config_model=SuffixConfig,
+    plan=plan,
+    drafter="specplug_suffix.drafter:SuffixDrafter",
+)
+
+
+@hookimpl
+def specplug_algorithms() -> Sequence[AlgorithmSpec]:
+    """Offer suffix decoding."""
+    return (SPEC,)
+
+
+@hookimpl
+def specplug_check(algorithm: str, config: Any, plan: DraftPlan, facts: Facts) -> Sequence[Problem]:
+    """Object to a draft model that nobody would read. Not in `plan`: inside a combinator it is another part's."""
+    if algorithm != NAME or facts.draft is None:
+        return ()
+    return (
+        Problem(
+            severity="error",
+            field="draft_model_path",
+            message=f"{NAME} drafts from text and reads no draft model",
+            try_instead="leaving --speculative-draft-model-path out",
+        ),
+    )

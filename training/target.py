@@ -1,0 +1,77 @@
+"""The frozen target: hidden states at the boundaries a draft reads, and what it would say next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from chats import Batch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specplug import TapRequest
+from specplug.facts import read_checkpoint
+from specplug.models.base import ForwardBatch
+from specplug.models.decoder import Decoder
+from specplug.models.store import local_model
+from specplug.models.target import load_target
+
+_CHUNK = 4096
+"""Rows whose whole logits exist at once."""
+
+
+class Reading(NamedTuple):
+    """What the target makes of a batch. H its hidden size; R as in `Batch.rows`."""
+
+    taps: tuple[Tensor, ...]
+    """[B, L, H] each, in the order asked for."""
+    log_p: Tensor
+    """[R, ids]: log-probability, at temperature 1 and of the whole vocabulary, of each of the ids as token i + 2 of row
+    i, in the target's dtype."""
+    best: Tensor
+    """int64 [R]: the likeliest token of the whole vocabulary there."""
+
+
+class Rows:
+    """Attention of B sequences of one length, each causal and apart. Padding stands behind, so nothing sees it."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float | None = None) -> Tensor:
+        """See `specplug.models.base.AttentionStep`; K and V are needed."""
+        assert k is not None
+        assert v is not None
+        q, k, v = (part.reshape(self._count, -1, *part.shape[1:]).transpose(1, 2) for part in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def load(model: str, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Return the decoder of `model`, a folder, a ``.gguf`` file or ``demo``, without gradients."""
+    folder = local_model(model, needs_tokenizer=False)
+    found = load_target(Path(folder), read_checkpoint(str(folder)), dtype=dtype, device=device, needs_tokenizer=False)
+    if not isinstance(found.model, Decoder):
+        raise SystemExit(f"--model {model}: only Llama-family decoders are trained for here")
+    return found.model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def read(model: Decoder, batch: Batch, at: Sequence[int | str], ids: Tensor) -> Reading:
+    """Return the states at `at` (boundaries or ``"final_norm"``) and the next-token distribution over `ids` int64."""
+    count, length = batch.tokens.shape
+    positions = torch.arange(length, device=batch.tokens.device).repeat(count)
+    taps = (*(TapRequest(at=each) for each in at), TapRequest(at="final_norm"))
+    _, states = model(ForwardBatch(batch.tokens.flatten(), positions, Rows(count), taps))
+    # Row i asks for token i + 2, which the target says at token i + 1.
+    final = states[-1][batch.rows + 1]
+    log_p = final.new_empty(len(final), len(ids))
+    best = torch.empty_like(batch.rows)
+    for start in range(0, len(final), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        logits = model.logits(final[part])
+        best[part] = logits.argmax(-1)
+        log_p[part] = logits[:, ids] - logits.logsumexp(-1, keepdim=True)
+    return Reading(tuple(state.view(count, length, -1) for state in states[:-1]), log_p, best)
