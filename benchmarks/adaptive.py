@@ -67,6 +67,7 @@ def compared(
     drafting = engine._built.drafting  # a benchmark may look where nobody else does
     assert drafting is not None
     found: dict[str, list[float]] = {}
+    report: dict[str, Any] = {}
     run()  # warms up, and learns what things cost
     learned = drafting.policy
     assert isinstance(learned, CostPolicy)
@@ -76,6 +77,7 @@ def compared(
             if isinstance(drafting.policy, CostPolicy):
                 drafting.policy.costs = learned.costs
             tokens, seconds = run()
+            report = drafting.policy.report()  # the newest is that of *cost*
             found.setdefault("cost" if depth is None else str(depth), []).append(tokens / seconds)
     drafting.policy = learned
     rates = {name: statistics.median(each) for name, each in found.items()}
@@ -85,6 +87,7 @@ def compared(
         "best": best,
         "of_best": rates["cost"] / rates[best],
         "of_plain": rates["cost"] / rates["0"],
+        "report": report,
     }
 
 
