@@ -379,3 +379,15 @@ def test_mimo_7b_plans_as_sglangs_users_write_it(tmp_path: Path, word: str) -> N
     assert (report["algorithm"], report["distribution"]) == ("builtin-mtp", "specplug-mtp")
     assert (report["plan"]["nodes"], report["plan"]["kv"][0]["kv_heads"]) == (1, 8)
     assert any("specplug-mtp 0.1.0 says 'builtin-mtp'" in line for line in report["trace"])
+
+
+def test_mimo_7b_would_be_served(tmp_path: Path) -> None:
+    """The command line of MiMo's users, word for word."""
+    mimo_7b(tmp_path / "XiaomiMiMo" / "MiMo-7B-RL")
+    words = "serve XiaomiMiMo/MiMo-7B-RL --trust-remote-code --speculative-algorithm EAGLE --speculative-num-steps 1 "
+    words += "--speculative-eagle-topk 1 --speculative-num-draft-tokens 2 --dry-run"
+    command = [sys.executable, "-m", "specplug", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "builtin-mtp" in done.stdout
+    assert "plan: 1 drafts of depth 1" in done.stdout
