@@ -128,7 +128,7 @@ class Bench:
     # --- the answer ---------------------------------------------------------------------------------------------
 
     def logits(self, kind: Kind = "ids") -> Callable[[Sequence[int]], Tensor]:
-        """The target as `specplug.reference` takes it."""
+        """The target as `specplug.reference` takes it: tokens -> logits [len(tokens), V]."""
         if kind not in self._logits:
             self._logits[kind] = reference_logits(self.target(kind))
         return self._logits[kind]

@@ -1,0 +1,1 @@
+"""A package of plugin API 1.0. Never edited."""
