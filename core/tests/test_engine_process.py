@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine
+from time import monotonic
 
 import pytest
 
@@ -142,6 +143,22 @@ def test_what_it_tells_of_the_engine(client, args):
     assert info.settings["scripted_spread"] == {"value": 0.5, "source": "user", "because": ""}
     assert client.encode("é") == [0xC3, 0xA9]
     assert not client.dead
+
+
+def test_when_a_delta_was_committed(side, client):
+    async def ask():
+        begin, times = monotonic(), []
+        submission = await client.submit("x", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+        async for _ in submission:
+            times.append((submission.committed, monotonic()))
+        return begin, times
+
+    begin, times = side.run(ask())
+    committed = [at for at, _ in times]
+    assert len(times) > 2
+    assert committed == sorted(set(committed))  # each step has its own
+    assert begin < committed[0]
+    assert all(at < read for at, read in times)
 
 
 def test_a_snapshot_adds_up(side, client):

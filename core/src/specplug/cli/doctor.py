@@ -1,6 +1,7 @@
 """``specplug doctor``: would this run start, and why (not). The same path as every command that runs a model."""
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,6 +52,19 @@ def diagnose(
         if isinstance(error, RefusedError) and error.trace:
             report["trace"] = list(error.trace)
     return report
+
+
+def tell(report: Mapping[str, Any], warnings: Iterable[str]) -> None:
+    """Print what `diagnose` found, and `warnings` to standard error; a refusal is the UserError of the start."""
+    for line in (*report["trace"], *report.get("about", ())):
+        typer.echo(line)
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if not report["usable"]:
+        raise UserError(report["error"])
+    model = report["model"]
+    scope = f"with {model}" if model is not None else "by name; give MODEL to check the run itself"
+    typer.echo(f"usable: {report['algorithm']} {scope}")
 
 
 def _settled(run: Run) -> dict[str, Any]:
@@ -117,19 +131,12 @@ def register(app: typer.Typer, registry: "Registry") -> None:
         known = [*registry.warnings, *filter(None, [options.lossy])]  # said before; a hook that fails adds to them
         report = diagnose(registry, word, model, options, given)
         new = [warning for warning in registry.warnings if warning not in known] + report["warnings"]
-        about = report.pop("about", [])
         if as_json:
+            report.pop("about", None)
             report["warnings"] = [*known, *new]
             typer.echo(json.dumps(report, indent=2, default=str))
             raise typer.Exit(0 if report["usable"] else 2)
-        for line in (*report["trace"], *about):
-            typer.echo(line)
-        for warning in new:
-            typer.echo(f"warning: {warning}", err=True)
-        if not report["usable"]:
-            raise UserError(report["error"])
-        scope = f"with {model}" if model is not None else "by name; give MODEL to check the run itself"
-        typer.echo(f"usable: {report['algorithm']} {scope}")
+        tell(report, new)
 
 
 def _word(name: str | None, algorithm: str) -> str:

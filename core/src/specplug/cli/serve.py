@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specplug.cli.doctor import diagnose
+from specplug.cli.doctor import diagnose, tell
 from specplug.cli.flags import speculative_command
 from specplug.errors import UserError
 from specplug.options import EngineOptions
@@ -92,10 +92,4 @@ def _dry_run(
     """Say what `doctor` would; a refusal is the UserError that the start would end with."""
     known = list(registry.warnings)
     report = diagnose(registry, algorithm, model, options, given)
-    for line in (*report["trace"], *report.get("about", ())):
-        typer.echo(line)
-    for warning in [*(one for one in registry.warnings if one not in known), *report["warnings"]]:
-        typer.echo(f"warning: {warning}", err=True)
-    if not report["usable"]:
-        raise UserError(report["error"])
-    typer.echo(f"usable: {report['algorithm']} with {model}")
+    tell(report, [*(one for one in registry.warnings if one not in known), *report["warnings"]])
