@@ -5,8 +5,9 @@
 
 On the CPU the same greedy requests are decoded by every policy, in turn and `--repeat` times: prompts that copy, free
 prompts, and both in one batch. The dummy 8B model (Llama-3.1's shape, a dummy EAGLE-3 head) cannot copy; there drafts
-are accepted at random, with 1.2, 2.0 and 4.0 tokens a round where enough are drafted. *cost* knows the costs from a
-run before, and learns acceptance anew in every run. Figures are tokens per second; all of a row from one engine.
+are accepted at random, with 1.2, 2.0 and 4.0 tokens a round where enough are drafted. *cost* is the policy of an
+engine that has been running: it goes on from run to run. *cold* begins each run knowing what steps cost and nothing of
+acceptance. Figures are tokens per second; all of a row from one engine, whose policies take turns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 from specplug import Engine, SamplingParams
 from specplug.adaptive.cost import CostPolicy
+from specplug.adaptive.costs import Costs
 from specplug.adaptive.policy import Forced, Policy
 from specplug.bench.host import describe
 from specplug.cli.demo_prompts import PROMPTS as COPYING
@@ -50,14 +52,14 @@ EAGLE3_8B = {
 }
 
 
-def fresh(engine: Engine, depth: int | None) -> Policy:
-    """Return a policy of a fixed `depth`, or (None) one by cost that has learned nothing yet."""
-    if depth is not None:
-        return Forced([depth])
+def cold(engine: Engine, costs: Costs) -> CostPolicy:
+    """Return a policy by cost that knows `costs` and has learned nothing of acceptance."""
     depths = engine.run.depths
     assert depths is not None
     slots = engine.options.max_running_requests
-    return CostPolicy(depths.nodes, depths.tiers, row_ladder(slots), depths.start, depths.measured)
+    policy = CostPolicy(depths.nodes, depths.tiers, row_ladder(slots), depths.start, depths.measured)
+    policy.costs = costs
+    return policy
 
 
 def compared(
@@ -66,28 +68,26 @@ def compared(
     """Return tokens per second by policy, medians of `repeat` runs in turn, and what *cost* keeps of the best."""
     drafting = engine._built.drafting  # a benchmark may look where nobody else does
     assert drafting is not None
+    warm = drafting.policy
+    assert isinstance(warm, CostPolicy)
+    run()
     found: dict[str, list[float]] = {}
-    report: dict[str, Any] = {}
-    run()  # warms up, and learns what things cost
-    learned = drafting.policy
-    assert isinstance(learned, CostPolicy)
     for _ in range(repeat):
-        for depth in (*depths, None):
-            drafting.policy = fresh(engine, depth)
-            if isinstance(drafting.policy, CostPolicy):
-                drafting.policy.costs = learned.costs
+        policies: dict[str, Policy] = {str(depth): Forced([depth]) for depth in depths}
+        for name, policy in (policies | {"cold": cold(engine, warm.costs), "cost": warm}).items():
+            drafting.policy = policy
             tokens, seconds = run()
-            report = drafting.policy.report()  # the newest is that of *cost*
-            found.setdefault("cost" if depth is None else str(depth), []).append(tokens / seconds)
-    drafting.policy = learned
+            found.setdefault(name, []).append(tokens / seconds)
     rates = {name: statistics.median(each) for name, each in found.items()}
-    best = max((name for name in rates if name != "cost"), key=lambda name: rates[name])
+    best = max(map(str, depths), key=lambda name: rates[name])
     return {
         "tokens_per_s": rates,
+        "runs": found,
         "best": best,
         "of_best": rates["cost"] / rates[best],
         "of_plain": rates["cost"] / rates["0"],
-        "report": report,
+        "cold_of_best": rates["cold"] / rates[best],
+        "report": warm.report(),
     }
 
 
@@ -107,8 +107,9 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
             context_length=2048,
         )
         with engine:
-            for mix, texts in (("copying", copying), ("free", FREE), ("both", [*copying, *FREE[: len(copying)]])):
-                chosen = [texts[at % len(texts)] for at in range(max(batch, 3 if batch == 1 else batch))]
+            both = [text for pair in zip(copying, FREE, strict=False) for text in pair]
+            for mix, texts in (("copying", copying), ("free", FREE), ("both", both)):
+                chosen = [texts[at % len(texts)] for at in range(max(batch, 4))]
                 prompts = [
                     engine.target.tokenizer.apply_chat_template(
                         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
@@ -183,6 +184,7 @@ def told(row: dict[str, Any]) -> dict[str, Any]:
         f"batch {row['batch']:>2} {row['mix']:<8}",
         " ".join(f"{name} {rate:.1f}" for name, rate in rates.items()),
         f"| best {row['best']}, cost {row['of_best']:.3f} of it, {row['of_plain']:.3f} of plain",
+        f"| cold {row['cold_of_best']:.3f} of best",
         flush=True,
     )
     return row

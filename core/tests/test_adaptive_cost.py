@@ -4,7 +4,8 @@ Time is in plain steps of one row. A draft costs `draft` for all rows together, 
 """
 
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from specplug.adaptive.acceptance import ByDepth, ByRow, expected
 from specplug.adaptive.config import Measured
 from specplug.adaptive.cost import CostPolicy
 from specplug.adaptive.costs import Costs, Line
-from specplug.adaptive.guard import WINDOW, Guard
+from specplug.adaptive.guard import BOUND, TRYING, WINDOW, Guard
 from specplug.adaptive.policy import Decision, Result, Round
 from specplug.adaptive.tiers import one_tier
 
@@ -69,13 +70,17 @@ class Played(NamedTuple):
         return sum(self.emitted[since:]) / sum(self.times[since:])
 
 
-def play(policy: CostPolicy | int, world: World, chance: Chance, rows: int, steps: int = 1200) -> Played:
-    """Run a policy, or a fixed depth."""
+def play(
+    policy: CostPolicy | int, world: World, chance: Chance, rows: int, steps: int = 1200, behind: bool = False
+) -> Played:
+    """Run a policy, or a fixed depth. `behind`: a round is decided before the one ahead of it ends, as on a device."""
     rng = random.Random(7)
     found = Played([], [], [], [])
-    decision = policy.decide(rows, range(rows)) if isinstance(policy, CostPolicy) else Decision(policy)
+    slots, decided = list(range(rows)), deque[Decision]()
     for step in range(steps):
-        results = []
+        while len(decided) <= behind:
+            decided.append(policy.decide(rows, slots) if isinstance(policy, CostPolicy) else Decision(policy))
+        decision, results = decided.popleft(), []
         for row in range(rows):
             limit, accepted = decision.limits.get(row, decision.depth), 0
             draws = [rng.random() for _ in DEPTHS]
@@ -90,8 +95,28 @@ def play(policy: CostPolicy | int, world: World, chance: Chance, rows: int, step
         found.emitted.append(1 + sum(one.accepted for one in results) / rows)
         if isinstance(policy, CostPolicy):
             policy.observe(Round(rows, tokens, results, verify, between))
-            decision = policy.decide(rows, range(rows))
+            if behind:  # what comes next is launched before it learns
+                decided.append(policy.decide(rows, slots))
+            policy.learn()
     return found
+
+
+def play_scripted(policy: CostPolicy, world: World, lengths: Mapping[int, float], rows: int, steps: int) -> float:
+    """Run a policy where a depth always yields the same tokens; returns tokens of a row by time, of the second half."""
+    tokens = seconds = 0.0
+    decision = policy.decide(rows, range(rows))
+    for step in range(steps):
+        limits = [decision.limits.get(row, decision.depth) for row in range(rows)]
+        accepted = [int(lengths[limit]) - 1 for limit in limits]
+        results = [Result(row, decision, *each) for row, each in enumerate(zip(limits, limits, accepted, strict=True))]
+        took = world.verify(rows + sum(limits)), world.between(decision.depth)
+        if step >= steps // 2:
+            tokens += 1 + sum(accepted) / rows
+            seconds += sum(took)
+        policy.observe(Round(rows, rows + sum(limits), results, *took))
+        policy.learn()
+        decision = policy.decide(rows, range(rows))
+    return tokens / seconds
 
 
 def cost_policy(measured: Measured | None = None, start: int = 3) -> CostPolicy:
@@ -104,23 +129,31 @@ def worst_window(run: Played, plain: float) -> float:
     return max(sum(run.times[one : one + WINDOW]) / (plain * sum(run.emitted[one : one + WINDOW])) for one in at)
 
 
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("acceptance", ACCEPTANCE)
 @pytest.mark.parametrize("world", WORLDS)
-def test_no_window_is_slower_than_plain_by_more_than_3_percent(world: str, acceptance: str, rows: int) -> None:
-    # Breaks with: no guard; gains that pay for later losses; tries at a fixed interval.
-    run = play(cost_policy(), WORLDS[world], ACCEPTANCE[acceptance], rows)
+def test_no_window_is_slower_than_plain_by_more_than_3_percent(
+    world: str, acceptance: str, rows: int, behind: bool
+) -> None:
+    # Breaks with: no guard; gains that pay for later losses; tries at a fixed interval; rounds on their way that
+    # count as lost only when they have ended.
+    run = play(cost_policy(), WORLDS[world], ACCEPTANCE[acceptance], rows, behind=behind)
     assert worst_window(run, WORLDS[world].verify(rows)) <= 1.03
 
 
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("acceptance", ["dead", "perfect", "middling", "rows differ"])
 @pytest.mark.parametrize("world", ["a cheap draft", "a draft model"])
-def test_it_is_within_3_percent_of_the_best_fixed_depth(world: str, acceptance: str, rows: int) -> None:
-    """Chosen in hindsight, plain decoding among them."""
-    run = play(cost_policy(), WORLDS[world], ACCEPTANCE[acceptance], rows)
-    best = max(play(depth, WORLDS[world], ACCEPTANCE[acceptance], rows).speed() for depth in DEPTHS)
-    assert run.speed() >= 0.97 * best
+def test_it_is_within_3_percent_of_the_best_fixed_depth(world: str, acceptance: str, rows: int, behind: bool) -> None:
+    """Chosen in hindsight, plain decoding among them, of those that the bound allows round after round."""
+    run = play(cost_policy(), WORLDS[world], ACCEPTANCE[acceptance], rows, behind=behind)
+    fixed = [play(depth, WORLDS[world], ACCEPTANCE[acceptance], rows) for depth in DEPTHS]
+    plain = WORLDS[world].verify(rows)
+    allowed = [each for each in fixed if (1 + behind) * (each.times[0] / plain - 1) <= TRYING * BOUND * WINDOW]
+    assert len(allowed) == len(fixed) or (world, rows, behind) == ("a draft model", 32, True)
+    assert run.speed() >= 0.97 * max(each.speed() for each in allowed)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -173,6 +206,7 @@ def test_a_hiccup_in_the_first_times_does_not_last() -> None:
         drafted += depth > 0
         took = slow * world.verify(1 + depth), slow * world.between(depth)
         policy.observe(Round(1, 1 + depth, [Result(0, decision, depth, depth, depth)], *took))
+        policy.learn()
         decision = policy.decide(1, [0])
     assert drafted > 500
 
@@ -189,12 +223,64 @@ def test_no_drafts_where_nobody_may_have_any() -> None:
 
 
 def test_a_row_is_forgotten_with_its_request() -> None:
-    policy = cost_policy()
+    policy, decision = cost_policy(), Decision(3)
     for _ in range(30):
-        policy.observe(Round(1, 4, [Result(5, Decision(3), 3, 3, 0)]))
-    assert policy._rows.factors([5], 0.9)[0] < 0.5
+        policy.observe(Round(2, 8, [Result(5, decision, 3, 3, 0), Result(6, decision, 3, 3, 3)]))
+        policy.learn()
+    low, high = policy._rows.factors([5, 6], 0.7)
+    assert low < 0.5 < 1.1 < high
     policy.forget(5)
-    assert policy._rows.factors([5], 0.9)[0] == pytest.approx(1.0)
+    assert policy._rows.factors([5], 0.7)[0] == pytest.approx(1.0)
+
+
+def test_a_row_is_no_better_because_less_was_asked_of_it() -> None:
+    """Where the second draft is never right, a request that had one asked and one that had three are alike."""
+    # Breaks with: shares of requests that are compared over whatever depths they had.
+    rows = ByRow(2)
+    for _ in range(50):
+        rows.add(np.array([0, 1]), np.array([1, 3]), np.array([1, 1]), [1.0, 0.0, 0.0])
+    assert rows.factors([0, 1], 0.5).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_rows_without_drafts_say_nothing_of_drafts() -> None:
+    """A drafter that finds none in two rounds of three, and is right in the third."""
+    # Breaks with: rounds without drafts that count as rejected ones.
+    policy, decision = cost_policy(), Decision(3)
+    for at in range(90):
+        drafted = 0 if at % 3 else 3
+        policy.observe(Round(1, 1 + drafted, [Result(0, decision, 3, drafted, drafted)], 1.0, 0.1))
+        policy.learn()
+    assert min(policy._shares[0].shares()) > 0.9
+    assert policy._shares[0].made == pytest.approx(1 / 3, abs=0.1)
+
+
+@pytest.mark.parametrize("grown", [0.5, 2.0])
+def test_costs_taken_for_granted_do_not_last(grown: float) -> None:
+    """One depth was measured as dearer, or cheaper, than it is; a hundred rounds later it is chosen for what it is."""
+    # Breaks with: depths that are never looked at because of what they are believed to cost.
+    world = World(0.06, 0.01)
+    known = Measured(
+        {(8, 8 + 8 * depth): world.verify(8 + 8 * depth) for depth in DEPTHS},
+        {(8, depth): world.between(depth) * (grown if depth == 1 else 1.0) for depth in DEPTHS},
+    )
+    lengths = {0: 1.0, **dict.fromkeys(range(1, 8), 2.0)}  # the first draft is right, all others wrong
+    policy = cost_policy(known)
+    found = play_scripted(policy, world, lengths, 8, 1500)
+    best = max(lengths[depth] / (world.verify(8 + 8 * depth) + world.between(depth)) for depth in DEPTHS)
+    assert found >= 0.985 * best
+
+
+@pytest.mark.parametrize("exposed", [0.02, 0.15])
+def test_the_level_of_what_is_granted_is_corrected(exposed: float) -> None:
+    """At start nothing of the host's work is seen: it adds the same to every depth, also to those not tried yet."""
+    line = Line()
+    for depth in DEPTHS:
+        line.grant(depth, 0.05 * depth)
+    for _ in range(3):
+        line.add(3, 0.15 + exposed)
+    assert line.get(3) == pytest.approx(0.15 + exposed)
+    assert line.get(5) == pytest.approx(0.25 + exposed)
+    assert line.times()[1] == pytest.approx(0.05 + exposed)
 
 
 # --- its parts -------------------------------------------------------------------------------------------------------
@@ -256,7 +342,7 @@ def test_expected_drafts_fall_with_depth_and_follow_the_row() -> None:
     assert found.tolist() == [[0.5, 0.25], [0.995, pytest.approx(0.995**2)]]
     rows = ByRow(2)
     for _ in range(100):
-        rows.add(np.array([0, 1]), np.array([3, 3]), np.array([3, 0]))
+        rows.add(np.array([0, 1]), np.array([3, 3]), np.array([3, 0]), [0.5, 0.5, 0.5])
     low, high = sorted(rows.factors([0, 1], 0.5))
     assert low < 0.5 < 1.5 < high
 

@@ -1,21 +1,23 @@
 """The cost policy: for every step the depth with the most expected tokens per second, plain decoding included.
 
-Expected tokens of a row at depth d are 1 + sum over j <= d of the product of the first j conditional
-acceptance shares; seconds are those of drafting d and of a forward over all rows' tokens (`Costs`). With
-one row this is the choice of the speculation length in section 3 of Leviathan et al. 2023
-(arXiv 2211.17192), with measured costs in place of a constant ratio.
+Expected tokens of a row at depth d are 1 + m * (sum over j <= d of the product of the first j conditional
+acceptance shares), m being the share of rows that get any drafts at all; seconds are those of drafting d and
+of a forward over all rows' tokens (`Costs`). With one row that always gets drafts this is the choice of the
+speculation length in section 3 of Leviathan et al. 2023 (arXiv 2211.17192), with measured costs in place of a
+constant ratio.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from specplug.adaptive.acceptance import ByDepth, ByRow, expected
+from specplug.adaptive.choice import UNKNOWN_RISK, Choice, Offers
 from specplug.adaptive.config import Measured
 from specplug.adaptive.costs import Costs
 from specplug.adaptive.guard import BOUND, USUAL, WINDOW, Guard
@@ -30,29 +32,27 @@ RETURN_LEAST, RETURN_MOST = 4, 64
 """Plain rounds before a try where drafts are believed to pay and losses hold them back; doubled by every failure."""
 REFRESH = 256
 """Drafted rounds after which a plain one is run, so that it is known what that takes now."""
-UNKNOWN_RISK = 2.0
-"""Plain steps that a round of unknown cost is taken to lose at most."""
 MOST_LOST = USUAL * BOUND * WINDOW
 """Plain steps that one round counts as at most: more is a hiccup of the machine's, not a price of drafting."""
 DOUBT = 512
 """Plain rounds after which costs that leave nothing to gain are measured again, in case they were a hiccup."""
+NEAR = 0.1
+"""A depth that is believed to be slower than the best one by at most this share is looked at now and then."""
+FIRST_NEAR = 0.25
+"""The same for a depth of which no round was timed yet: what is known of it was measured elsewhere, or guessed."""
+LOOKS = 3
+"""Rounds of such a look."""
+LOOK_AGAIN = 256
+"""Rounds until the next look at the same depth."""
 
 
-@dataclass(slots=True)
-class _Choice:
-    """A depth, what it would yield, and the drafts it would give each slot."""
+class _Chosen(NamedTuple):
+    """A decision, and why it was made."""
 
-    depth: int
-    tokens: float
-    """Expected, of all rows together."""
-    seconds: float
-    risk: float
-    """Plain steps that are lost if every draft is rejected."""
-    limits: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else float("inf")
+    decision: Decision
+    risk: float = 0.0
+    """Plain steps that it may lose."""
+    why: Literal["plain", "best", "held back", "tried"] = "plain"
 
 
 class CostPolicy:
@@ -83,7 +83,12 @@ class CostPolicy:
             for tier in tiers
         ]
         self._rows = ByRow(padded[-1])
-        self._filled = dict.fromkeys(nodes, 1.0)  # by depth, the share of the drafts asked for that are made
+        # By depth, the share of the drafts asked for that are made in rows that get any, and how often it was seen.
+        self._filled = dict.fromkeys(nodes, 1.0)
+        self._fills = dict.fromkeys(nodes, 0)
+        self._rounds = 0
+        self._looked: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> rounds of the look that goes on
+        self._look_from: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> round of the next look
         self._guard = Guard()
         self._since_plain = 0
         self._idle = 0  # plain rounds since drafts were last asked for
@@ -91,113 +96,108 @@ class CostPolicy:
         self._doubt = DOUBT
         self._paid = False  # the newest drafted round gained
         self._last = Decision(0)
+        self._asked: tuple[int, Sequence[int]] = 0, ()
+        self._flying: deque[_Chosen] = deque(maxlen=8)  # not observed yet
+        self._unlearned: list[tuple[Decision, Sequence[Result], Sequence[Result]]] = []
+        self._ready: _Chosen | None = None  # worked out beforehand for what was asked last
         self._counts = dict.fromkeys(sorted({0, *nodes}), 0)
-        self._probes = self._held = 0
+        self._reasons: Counter[str] = Counter()
 
     # --- choosing ------------------------------------------------------------------------------------------------
 
     def decide(self, rows: int, slots: Sequence[int]) -> Decision:
         """See `Policy`."""
+        ready, self._ready = self._ready, None
+        flying = [chosen.risk for chosen in self._flying]
+        if (
+            ready is not None
+            and self._asked == (rows, slots)
+            and self._since_plain < REFRESH
+            and self._may(ready.risk, flying)
+        ):
+            chosen = ready._replace(decision=ready.decision._replace())  # one of its own, by which it is told apart
+        else:
+            chosen = self._chosen(rows, slots, flying)
+        self._last, self._asked = chosen.decision, (rows, slots)
+        self._flying.append(chosen)
+        self._counts[chosen.decision.depth] += 1
+        self._reasons[chosen.why] += 1
+        return chosen.decision
+
+    def _may(self, risk: float, flying: Sequence[float]) -> bool:
+        """Say whether an ordinary round may lose `risk`, while those in flight may lose `flying`.
+
+        They count as no less than this one: what fits only beside a cheaper round could not be kept up.
+        """
+        open_risk = max(sum(flying), len(flying) * risk)
+        return risk <= self._guard.usual and risk + open_risk <= self._guard.trying
+
+    def _chosen(self, rows: int, slots: Sequence[int], flying: Sequence[float]) -> _Chosen:
         padded = self._pad(rows)
         tier = tier_at(self._tiers, padded)
-        self._last = self._decide(rows, padded, tier, slots)
-        self._counts[self._last.depth] += 1
-        return self._last
-
-    def _decide(self, rows: int, padded: int, tier: int, slots: Sequence[int]) -> Decision:
         depths = [depth for depth in self._tiers[tier].candidates if depth > 0]
-        plain = Decision(0, tier)
+        plain = _Chosen(Decision(0, tier))
         if not depths or not slots or not self.costs.knows_plain(padded) or self._since_plain >= REFRESH:
             return plain
         if not any(self.costs.knows_draft(padded, depth) for depth in depths):
             depths = [min(depths, key=lambda depth: (abs(depth - self._start), depth))]
         by_depth = self._shares[tier]
-        reach = expected(by_depth.shares(), self._rows.factors(slots, by_depth.pooled))
+        reach = by_depth.made * expected(by_depth.shares(), self._rows.factors(slots, by_depth.pooled))
+        offers = Offers(self.costs, self._nodes, self._filled, rows, padded, slots, reach, by_depth.made)
+        choices = [offers.choice(depth) for depth in depths]
         base = self.costs.plain(padded)
-        choices = self._choices(depths, rows, padded, len(slots), reach, base)
         better = [choice for choice in choices if choice.rate * base > rows]
-        usual = self._guard.usual if better else 0.0
-        allowed = [choice for choice in better if choice.risk <= usual]
+        allowed = [choice for choice in better if self._may(choice.risk, flying)]
         if allowed:
-            best = max(allowed, key=lambda choice: choice.rate)
-            best = self._pruned(best, rows, padded, slots, reach, base)
-            return Decision(best.depth, tier, best.limits)
+            best = offers.pruned(self._looked_at(allowed, padded))
+            return _Chosen(Decision(best.depth, tier, best.limits), best.risk, "best")
         if better:
-            self._held += 1
             best = max(better, key=lambda choice: choice.rate / max(choice.risk, 1e-3))
             due = self._paid or self._idle >= self._pause
-            return self._tried(best, tier) if due else plain
-        return self._probe(choices, tier)
+            return self._tried(best, tier, flying) if due else plain._replace(why="held back")
+        return self._probe(choices, tier, flying)
 
-    def _choices(
-        self, depths: Sequence[int], rows: int, padded: int, wanting: int, reach: np.ndarray, base: float
-    ) -> list[_Choice]:
-        tokens = (rows + np.cumsum(reach.sum(0))).tolist()
-        found = []
-        for depth in depths:
-            width = padded + wanting * self._nodes[depth] * self._filled[depth]
-            seconds = self.costs.round(padded, round(width), depth)
-            risk = seconds / base - 1.0
-            if not self.costs.knows_draft(padded, depth):
-                risk = max(risk, UNKNOWN_RISK)
-            found.append(_Choice(depth, tokens[depth - 1], seconds, risk))
-        return found
+    def _looked_at(self, choices: Sequence[Choice], padded: int) -> Choice:
+        """Return the fastest choice, or now and then one that is nearly as fast, so that its cost is not a belief."""
+        ranked = sorted(choices, key=lambda choice: choice.rate, reverse=True)
+        for choice in ranked:
+            due = self._look_from.get((padded, choice.depth))
+            near = FIRST_NEAR if due is None else NEAR
+            if self._rounds >= (due or 0) and choice.rate >= (1.0 - near) * ranked[0].rate:
+                return choice
+        return ranked[0]
 
-    def _pruned(
-        self, choice: _Choice, rows: int, padded: int, slots: Sequence[int], reach: np.ndarray, base: float
-    ) -> _Choice:
-        """Take drafts from rows where they are worth less than the time they cost, if the whole gains by it."""
-        depth, nodes = choice.depth, self._nodes[choice.depth]
-        width = len(slots) * nodes * self._filled[depth]
-        if len(slots) < 2 or width <= 0:
-            return choice
-        each = (self.costs.verify(padded, round(padded + width)) - self.costs.verify(padded, padded)) / width
-        worth = choice.rate * each  # tokens that one more token in the forward has to yield
-        if worth <= 0.0:
-            return choice
-        reach = reach[:, :depth]
-        if nodes == depth:  # a chain, of which every leading part is one
-            wanted = reach >= worth
-        else:
-            wanted = np.broadcast_to((reach.sum(1) >= worth * nodes)[:, None], reach.shape)
-        most = wanted.sum(1)
-        if nodes != depth:
-            most = np.where(most > 0, nodes, 0)
-        drafts = int(most.sum())
-        seconds = self.costs.round(padded, round(padded + drafts * self._filled[depth]), depth)
-        limits = {slot: each for slot, each in zip(slots, most.tolist(), strict=True) if each < nodes}
-        pruned = _Choice(depth, rows + float(reach[wanted].sum()), seconds, seconds / base - 1.0, limits)
-        return pruned if drafts and pruned.rate > choice.rate else choice
-
-    def _probe(self, choices: Sequence[_Choice], tier: int) -> Decision:
+    def _probe(self, choices: Sequence[Choice], tier: int, flying: Sequence[float]) -> _Chosen:
         """Ask for drafts now and then where plain decoding is fastest: only so it is learned that it no longer is."""
         best, most = None, 0.0
         for choice in choices:
-            worth = (choice.depth - choice.risk) / max(choice.risk, 1e-3)  # with every draft accepted
+            worth = (choice.depth - choice.loss) / max(choice.loss, 1e-3)  # with every draft accepted
             if worth > most:
                 best, most = choice, worth
         if best is None:
-            if self._idle < self._doubt or self._guard.trying < UNKNOWN_RISK:
-                return Decision(0, tier)
+            if self._idle < self._doubt or self._guard.trying - sum(flying) < UNKNOWN_RISK:
+                return _Chosen(Decision(0, tier))
             self._doubt *= 2
-            self._probes += 1
-            return Decision(min(choices, key=lambda choice: choice.risk).depth, tier)
-        due = self._paid or self._idle >= max(PROBE_LEAST, ceil(best.risk / PROBE_SHARE))
-        return self._tried(best, tier) if due else Decision(0, tier)
+            depth = min(choices, key=lambda choice: choice.risk).depth
+            return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "tried")
+        due = self._paid or self._idle >= max(PROBE_LEAST, ceil(best.loss / PROBE_SHARE))
+        return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
 
-    def _tried(self, choice: _Choice, tier: int) -> Decision:
-        if choice.risk > self._guard.trying:
-            return Decision(0, tier)
-        self._probes += 1
-        return Decision(choice.depth, tier)
+    def _tried(self, choice: Choice, tier: int, flying: Sequence[float]) -> _Chosen:
+        if choice.risk > self._guard.trying - sum(flying):
+            return _Chosen(Decision(0, tier), why="held back")
+        return _Chosen(Decision(choice.depth, tier), choice.risk, "tried")
 
     # --- learning ------------------------------------------------------------------------------------------------
 
     def observe(self, round: Round) -> None:
-        """See `Policy`."""
+        """See `Policy`. What it cost counts at once; what it says of acceptance waits for `learn`."""
         if not round.results:
             return
         decision = max((result.decision for result in round.results), key=lambda decision: decision.depth)
+        if any(chosen.decision is decision for chosen in self._flying):
+            while self._flying.popleft().decision is not decision:
+                pass
         depth, padded = decision.depth, self._pad(round.rows)
         width = round.tokens + padded - round.rows  # as the tables count: a plain round is as wide as its padded rows
         if round.verify is not None:
@@ -212,35 +212,64 @@ class CostPolicy:
             self._guard.add(0.0)
             return
         self._since_plain += 1
-        self._learn(asked, round.results, decision)
+        self._rounds += 1
+        self._look(padded, depth)
+        made = any(result.drafted for result in asked)
         if self.costs.knows_plain(padded):
             took = self.costs.round(padded, width, depth) / self.costs.plain(padded)
             emitted = 1.0 + sum(result.accepted for result in round.results) / round.rows
             self._guard.add(min(took - emitted, MOST_LOST))
-            self._paid = emitted > took
-            if self._paid:
-                self._pause = RETURN_LEAST
-            elif self._idle:
-                self._pause = min(2 * self._pause, RETURN_MOST)
-        self._idle = 0
+            if made:
+                self._paid = emitted > took
+                if self._paid:
+                    self._pause = RETURN_LEAST
+                elif self._idle:
+                    self._pause = min(2 * self._pause, RETURN_MOST)
+        # A try without any drafts was none: the next one is not put off.
+        self._idle = 0 if made else self._idle + 1
+        self._unlearned.append((decision, asked, round.results))
+
+    def learn(self) -> None:
+        """See `Policy`. What is to be decided next is worked out here as well, if it comes to drafting again."""
+        if not self._unlearned:
+            return
+        for decision, asked, every in self._unlearned:
+            self._learn(asked, every, decision)
+        self._unlearned.clear()
+        if self._last.depth > 0 and self._paid:
+            flying = [chosen.risk for chosen in self._flying][1:]  # the oldest will have ended by then
+            chosen = self._chosen(*self._asked, flying)
+            self._ready = chosen if chosen.why == "best" else None
+
+    def _look(self, padded: int, depth: int) -> None:
+        at = padded, depth
+        self._looked[at] = self._looked.get(at, 0) + 1
+        if self._looked[at] >= LOOKS:
+            self._looked[at], self._look_from[at] = 0, self._rounds + LOOK_AGAIN
 
     def _learn(self, asked: Sequence[Result], every: Sequence[Result], decision: Decision) -> None:
-        depth = decision.depth
+        """Take in acceptance: of the rows that got drafts for the tier, and of every row for its request."""
+        depth, shares = decision.depth, self._shares[decision.tier]
         chain = self._nodes.get(depth, depth) == depth
 
         def arrays(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
-            limits = np.array([result.limit for result in results])
+            limits = np.array([result.limit if result.drafted else 0 for result in results], dtype=int)
             limits = np.minimum(limits, depth) if chain else np.where(limits > 0, depth, 0)
-            return limits, np.array([result.accepted for result in results])
+            return limits, np.array([result.accepted for result in results], dtype=int)
 
-        self._shares[decision.tier].add(*arrays(asked))
-        self._rows.add(np.array([result.slot for result in every]), *arrays(every))
-        filled = sum(result.drafted for result in asked) / sum(result.limit for result in asked)
-        self._filled[depth] += 0.1 * (filled - self._filled[depth])
+        made = [result for result in asked if result.drafted]
+        self._rows.add(np.array([result.slot for result in every]), *arrays(every), shares.shares())
+        shares.fill(len(asked), len(made))
+        if made:
+            shares.add(*arrays(made))
+            filled = sum(result.drafted for result in made) / sum(result.limit for result in made)
+            self._fills[depth] += 1
+            self._filled[depth] += max(0.1, 1.0 / (1.0 + self._fills[depth])) * (filled - self._filled[depth])
 
     def forget(self, slot: int) -> None:
         """See `Policy`."""
         self._rows.forget(slot)
+        self._ready = None
 
     def report(self) -> dict[str, Any]:
         """See `Policy`."""
@@ -248,8 +277,8 @@ class CostPolicy:
             "policy": self.name,
             "depth": self._last.depth,
             "rounds": {str(depth): count for depth, count in self._counts.items()},
-            "tries": self._probes,
-            "held_back": self._held,
+            "tries": self._reasons["tried"],
+            "held_back": self._reasons["held back"],
             "lost": self._guard.lost,
             "tiers": [
                 {"least": tier.least, "candidates": tier.candidates, "acceptance_by_depth": shares.shares()}

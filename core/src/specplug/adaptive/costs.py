@@ -16,12 +16,18 @@ MOST = 2.0
 
 
 class Line:
-    """Seconds over one number (tokens, or depth), known at some places."""
+    """Seconds over one number (tokens, or depth), known at some places: timed in real rounds, or taken for granted.
+
+    What is taken for granted was timed under other circumstances (on empty steps, in another run), so its
+    shape is trusted and its level is not: it is moved by what real times at other places came out above it.
+    """
 
     def __init__(self) -> None:
         self._at: list[int] = []
         self._seconds: dict[int, float] = {}
         self._count: dict[int, int] = {}
+        self._granted: dict[int, float] = {}
+        self._moved: float | None = 0.0  # None: to be computed
 
     @property
     def entries(self) -> int:
@@ -29,58 +35,73 @@ class Line:
         return len(self._at)
 
     def has(self, place: int, times: int = 1) -> bool:
-        """Say whether `place` itself is known, from at least so many times."""
-        return self._count.get(place, 0) >= times
+        """Say whether `place` itself is known: from at least so many real times, or taken for granted."""
+        return place in self._granted or self._count.get(place, 0) >= times
+
+    def grant(self, place: int, seconds: float) -> None:
+        """Take a time for granted until there are real ones."""
+        self._note(place)
+        self._granted[place] = seconds
 
     def add(self, place: int, seconds: float) -> None:
-        """Take in a time. The second one may only lower the first, which often held what happens once."""
-        old = self._seconds.get(place)
-        if old is None:
-            self._at.insert(bisect_left(self._at, place), place)
-            self._seconds[place], self._count[place] = seconds, 1
-            return
-        self._count[place] += 1
-        if self._count[place] == 2:
+        """Take in a real time. The second one may only lower the first, which often held what happens once."""
+        self._note(place)
+        count = self._count[place] = self._count.get(place, 0) + 1
+        old = self._seconds.get(place, seconds)
+        if count <= SURE:
             self._seconds[place] = min(old, seconds)
-            return
-        bounded = min(max(seconds, old / MOST), old * MOST)
-        self._seconds[place] = old + NEWEST * (bounded - old)
+        else:
+            bounded = min(max(seconds, old / MOST), old * MOST)
+            self._seconds[place] = old + NEWEST * (bounded - old)
+        self._moved = None
 
     def get(self, place: int) -> float:
         """Return the seconds at `place`, on the line through its neighbours; beyond the ends never less than there."""
-        at, seconds = self._at, self._seconds
-        found = seconds.get(place)
-        if found is not None:
-            return found
+        at = self._at
+        if place in self._seconds or place in self._granted:
+            return self._known(place)
         if len(at) == 1:
-            return seconds[at[0]]
+            return self._known(at[0])
         right = min(max(bisect_left(at, place), 1), len(at) - 1)
         low, high = at[right - 1], at[right]
-        slope = (seconds[high] - seconds[low]) / (high - low)
+        below, above = self._known(low), self._known(high)
+        slope = (above - below) / (high - low)
         if low <= place <= high:
-            return seconds[low] + slope * (place - low)
+            return below + slope * (place - low)
         slope = max(slope, 0.0)
         if place > high:
-            return seconds[high] + slope * (place - high)
-        return max(0.0, seconds[low] - slope * (low - place))
+            return above + slope * (place - high)
+        return max(0.0, below - slope * (low - place))
 
     def times(self) -> Mapping[int, float]:
         """Return what is known."""
-        return dict(self._seconds)
+        return {place: self._known(place) for place in self._at}
+
+    def _note(self, place: int) -> None:
+        if place not in self._seconds and place not in self._granted:
+            self._at.insert(bisect_left(self._at, place), place)
+
+    def _known(self, place: int) -> float:
+        found = self._seconds.get(place)
+        if found is not None:
+            return found
+        if self._moved is None:
+            above = [self._seconds[at] - was for at, was in self._granted.items() if self._count.get(at, 0) >= SURE]
+            self._moved = sum(above) / len(above) if above else 0.0
+        return max(0.0, self._granted[place] + self._moved)
 
 
 class Costs:
     """Seconds of a forward by (rows, tokens), and between a decision and the next forward by (rows, depth)."""
 
     def __init__(self, measured: Measured) -> None:
-        """`measured`: what is known beforehand."""
+        """`measured`: what is known beforehand, and taken for granted."""
         self._verify: dict[int, Line] = {}
         self._between: dict[int, Line] = {}
-        for _ in range(SURE):
-            for (rows, tokens), seconds in measured.verify.items():
-                self.add_verify(rows, tokens, seconds)
-            for (rows, depth), seconds in measured.draft.items():
-                self.add_between(rows, depth, seconds)
+        for (rows, tokens), seconds in measured.verify.items():
+            self.grant_verify(rows, tokens, seconds)
+        for (rows, depth), seconds in measured.draft.items():
+            self.grant_between(rows, depth, seconds)
 
     def knows_plain(self, rows: int) -> bool:
         """Say whether plain steps of so many rows were timed, more than one."""
@@ -90,6 +111,14 @@ class Costs:
         """Say whether a round of this depth was timed, with so many rows or at the nearest number that was."""
         line = self._drafting(rows)
         return line is not None and line.has(depth)
+
+    def grant_verify(self, rows: int, tokens: int, seconds: float) -> None:
+        """Take the time of a forward for granted until real ones are known."""
+        self._verify.setdefault(rows, Line()).grant(_coarse(rows, tokens), seconds)
+
+    def grant_between(self, rows: int, depth: int, seconds: float) -> None:
+        """Take the time between a decision and the next forward for granted until real ones are known."""
+        self._between.setdefault(rows, Line()).grant(depth, seconds)
 
     def add_verify(self, rows: int, tokens: int, seconds: float) -> None:
         """Take in the time of a forward."""
@@ -139,6 +168,9 @@ class Costs:
 
     def _drafting(self, rows: int) -> Line | None:
         """Return the nearest line that knows of any depth but 0."""
+        line = self._between.get(rows)
+        if line is not None and line.entries > line.has(0):
+            return line
         return _nearest({at: line for at, line in self._between.items() if line.entries > line.has(0)}, rows)
 
     def _has(self, lines: Mapping[int, Line], rows: int, at: int) -> bool:

@@ -96,6 +96,9 @@ class EmaPolicy:
             steps.update(each)
             self._moves += steps.depth != before
 
+    def learn(self) -> None:
+        """See `Policy`: nothing was left."""
+
     def forget(self, slot: int) -> None:
         """See `Policy`: nothing is kept per slot."""
 

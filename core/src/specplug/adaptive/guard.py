@@ -25,15 +25,19 @@ class Guard:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW - 1)
+        self._most = 0.0  # what has been lost is no more than this
 
     def add(self, loss: float) -> None:
         """Take in a finished round; negative is a gain."""
         self._losses.append(loss)
+        self._most = max(0.0, self._most + loss)
 
     @property
     def lost(self) -> float:
         """The most that any run of rounds up to now has lost; at least 0.0."""
-        return max(0.0, max(accumulate(reversed(self._losses)), default=0.0))
+        if self._most > 0.0:
+            self._most = max(0.0, max(accumulate(reversed(self._losses)), default=0.0))
+        return self._most
 
     @property
     def usual(self) -> float:

@@ -52,7 +52,13 @@ class Policy(Protocol):
         """Choose for the next round: `rows` requests decode, those in `slots` may have drafts."""
 
     def observe(self, round: Round) -> None:
-        """Take in what a forward came to. Several decisions may have been made since those it verified."""
+        """Take in what a forward came to. Several decisions may have been made since those it verified.
+
+        The device may have nothing to do meanwhile: what can wait is left to `learn`.
+        """
+
+    def learn(self) -> None:
+        """Do what `observe` left. Called after it, once the device has its next step where steps overlap."""
 
     def forget(self, slot: int) -> None:
         """A slot is another request's from now on."""
@@ -80,6 +86,9 @@ class Forced:
 
     def observe(self, round: Round) -> None:
         """See `Policy`: nothing is learned."""
+
+    def learn(self) -> None:
+        """See `Policy`."""
 
     def forget(self, slot: int) -> None:
         """See `Policy`."""

@@ -41,6 +41,9 @@ class Watching:
             self._between.setdefault(at, []).append(round.between)
         self._rows.setdefault(at, []).extend((one.limit, one.accepted) for one in round.results if one.limit)
 
+    def learn(self) -> None:
+        """See `Policy`: nothing was left."""
+
     def forget(self, slot: int) -> None:
         """See `Policy`."""
 

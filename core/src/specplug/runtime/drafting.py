@@ -142,6 +142,10 @@ class Drafting:
         tokens = sum(row.q_len for row, _ in decoded)
         self.policy.observe(Round(len(results), tokens, results, verify, between))
 
+    def learn(self) -> None:
+        """Let the policy do what its observing left for when the device is busy."""
+        self.policy.learn()
+
     def wish(self, row: Row, least: int, most: int) -> Wish:
         """Say how many drafts `row` may have next, as `decide` chose, and reserve their pages.
 

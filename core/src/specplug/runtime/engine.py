@@ -129,7 +129,7 @@ class Engine:
         max_drafted: int | None = None,
         logits_processor: LogitsProcessor | None = None,
     ) -> Request:
-        """Queue one request of one answer.
+        """Queue one request of one answer; what cannot be honoured, or finds no room in the queue, is a `UserError`.
 
         `max_drafted`: most drafts per step for it, 0 is off, None what the plan gives. `logits_processor`:
         see `specplug.runtime.processors`; an exception in it ends this request with ``"error"``.
@@ -149,7 +149,7 @@ class Engine:
     ) -> list[Request]:
         """Queue the `n` choices of one request: same id and seed, told apart by `Request.choice`.
 
-        Choice 0 answers as `n` = 1 would. The rest is as for `submit`.
+        Choice 0 answers as `n` = 1 would. All are queued, or none and a `UserError`. The rest is as for `submit`.
         """
         requests = self._prepare(prompt, as_params(sampling), max_drafted, logits_processor)
         if len(requests) > self._scheduler.room:
@@ -196,6 +196,8 @@ class Engine:
                 self._stop_drafting()
             if self._next is None and self._executor.overlaps:
                 self._next = self._launch(partial(self._scheduler.schedule, self._admitted))
+            if self._built.drafting is not None:
+                self._built.drafting.learn()
         self._record(replace(stats, seconds={"schedule": flight.scheduling, **stats.seconds}))
         return [delta for request in alive if (delta := request.take()) is not None]
 

@@ -114,6 +114,7 @@ class HostExecutor:
             return self._view(HostStep(self, rows))
 
         begin = perf_counter()
+        drafting.learn()
         drafting.decide(step.rows)
         step.depth = drafting.decision.depth
         drafting.catch_up(step.rows, late, LATE)

@@ -9,7 +9,6 @@ from statistics import median
 import torch
 
 from specplug.adaptive.cost import CostPolicy
-from specplug.adaptive.costs import SURE
 from specplug.adaptive.policy import Decision
 from specplug.runtime.device.buckets import Bucket
 from specplug.runtime.device.executor import DeviceExecutor
@@ -22,7 +21,7 @@ TIMES = 3
 def measure(executor: DeviceExecutor, drafting: Drafting, rows: list[int], device: torch.device) -> None:
     """Tell a policy that goes by costs what every recorded forward takes, and every depth of a drafter on the device.
 
-    Contexts are empty here, so that real times are somewhat longer; steps refresh them. `rows`: padded row
+    Contexts are empty here and no host work is in between, so that real times are longer; those take their place. `rows`: padded row
     counts. Runs on the scratch slot only. Nothing is measured where there are no timers, as on a CPU.
     """
     policy = drafting.policy
@@ -31,8 +30,7 @@ def measure(executor: DeviceExecutor, drafting: Drafting, rows: list[int], devic
     for bucket, replay in executor.recorded():
         took = _seconds(replay, device)
         if took is not None:
-            for _ in range(SURE):
-                policy.costs.add_verify(*bucket, took)
+            policy.costs.grant_verify(*bucket, took)
     if drafting.on_host or drafting.failed:
         return
     before = drafting.decision
@@ -41,8 +39,7 @@ def measure(executor: DeviceExecutor, drafting: Drafting, rows: list[int], devic
             drafting.decision = Decision(depth)
             took = _seconds(partial(executor.empty_draft, Bucket(count, count)), device)
             if took is not None:
-                for _ in range(SURE):
-                    policy.costs.add_between(count, depth, took)
+                policy.costs.grant_between(count, depth, took)
     drafting.decision = before
 
 

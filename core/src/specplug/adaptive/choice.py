@@ -1,0 +1,101 @@
+"""What a round of each depth is expected to yield and to take, for the requests that decode now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specplug.adaptive.costs import Costs
+
+UNKNOWN_RISK = 2.0
+"""Plain steps that a round of unknown cost is taken to lose at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A depth, what it would yield, and the drafts it would give each slot."""
+
+    depth: int
+    tokens: float
+    """Expected, of all rows together."""
+    seconds: float
+    """Expected, too: not every row that asks for drafts gets them."""
+    loss: float
+    """Plain steps that are lost on average if every draft is rejected."""
+    risk: float
+    """The most that are lost then."""
+    limits: Mapping[int, int] = field(default_factory=dict)
+    """As in `Decision`."""
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds if self.seconds > 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """One batch, and what is known of it. Made for one decision; the time of its plain steps must be known."""
+
+    costs: Costs
+    nodes: Mapping[int, int]
+    """Most drafts of a row, by depth."""
+    filled: Mapping[int, float]
+    """Share of the drafts asked for that are made, in rows that get any, by depth."""
+    rows: int
+    padded: int
+    slots: Sequence[int]
+    """Slots of the rows that may have drafts."""
+    reach: np.ndarray
+    """float [len(slots), depths]: chance that a row that asks for it has its draft at each depth accepted."""
+    made: float
+    """Share of the rows that get any drafts, of those that ask for some."""
+
+    def choice(self, depth: int) -> Choice:
+        """Return what comes of every row asking for all drafts of `depth`."""
+        tokens = self.rows + float(self.reach[:, :depth].sum())
+        return self._choice(depth, tokens, len(self.slots), len(self.slots) * self.nodes[depth])
+
+    def pruned(self, choice: Choice) -> Choice:
+        """Take drafts from rows where they are worth less than the time they cost, if the whole gains by it."""
+        depth, nodes, count = choice.depth, self.nodes[choice.depth], len(self.slots)
+        if count < 2:
+            return choice
+        width = count * nodes * self.filled[depth] * self.made
+        wide, bare = (self.costs.verify(self.padded, round(self.padded + more)) for more in (width, 0))
+        worth = choice.rate * (wide - bare) / (count * nodes)  # tokens that one more draft asked for has to yield
+        if worth <= 0.0:
+            return choice
+        reach = self.reach[:, :depth]
+        if nodes == depth:  # a chain, of which every leading part is one
+            wanted = reach >= worth
+            most = wanted.sum(1)
+        else:
+            wanted = np.broadcast_to((reach.sum(1) >= worth * nodes)[:, None], reach.shape)
+            most = np.where(wanted[:, 0], nodes, 0)
+        drafts = int(most.sum())
+        if drafts in (0, count * nodes):
+            return choice
+        limits = {slot: each for slot, each in zip(self.slots, most.tolist(), strict=True) if each < nodes}
+        tokens = self.rows + float(reach[wanted].sum())
+        pruned = self._choice(depth, tokens, int((most > 0).sum()), drafts, limits)
+        return pruned if pruned.rate > choice.rate else choice
+
+    def _choice(
+        self, depth: int, tokens: float, wanting: int, drafts: int, limits: Mapping[int, int] | None = None
+    ) -> Choice:
+        """Return a round in which `wanting` rows ask for `drafts` drafts together."""
+        costs, padded = self.costs, self.padded
+        between = costs.between(padded, depth)
+        none = (1.0 - self.made) ** wanting  # rows are taken to get drafts independently of each other
+        seconds = between + none * costs.verify(padded, padded)
+        if none < 1.0:
+            width = padded + drafts * self.filled[depth] * self.made / (1.0 - none)
+            seconds += (1.0 - none) * costs.verify(padded, round(width))
+        base = costs.plain(padded)
+        risk = max(seconds, between + costs.verify(padded, padded + drafts)) / base - 1.0
+        if not costs.knows_draft(padded, depth):
+            risk = max(risk, UNKNOWN_RISK)
+        return Choice(depth, tokens, seconds, seconds / base - 1.0, risk, limits or {})
