@@ -291,9 +291,10 @@ def test_a_request_without_speculation_has_none_whatever_is_decided(registry: Re
         assert one.settled_ledger().rounds_at == [19]
 
 
+@BOTH
 @pytest.mark.usefixtures("from_tokens")
 def test_plain_rounds_are_launched_ahead_as_without_a_drafter(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At depth 0 no drafts are on their way, so the next step's widths are known before this one is over."""
     # Breaks with: a drafter that keeps every step waiting; running ahead of drafts, whose text would be wrong.
@@ -309,10 +310,25 @@ def test_plain_rounds_are_launched_ahead_as_without_a_drafter(
 
     monkeypatch.setattr(Engine, "_launch", watched)
     depths = [0] * 8 + [3, 3] + [0] * 6 + [2]
-    with device_path(), engine_for(registry, policy=Forced(depths)) as engine:
+    with device_path(), engine_for(registry, algorithm, policy=Forced(depths)) as engine:
         results = engine.generate(PROMPTS[:3], GREEDY.model_copy(update={"max_tokens": 30}))
+        accepted = engine.ledger.accepted
     assert [result.ids for result in results] == answers(PROMPTS[:3], 30)
     assert len(ahead) > 5
+    assert accepted > 10
+
+
+def test_a_host_drafter_hears_of_plain_rounds_that_were_launched_ahead(registry: Registry) -> None:
+    """It sees each token once and in order, and what it proposes afterwards is right."""
+    # Breaks with: depths that are decided twice for one step; tokens handed over of the step launched ahead.
+    depths = [3, 0, 0, 0, 0, 0, 3, 3, 0, 0, 0, 3]
+    results = []
+    for path in (nullcontext, device_path):
+        with path(), engine_for(registry, "scripted", policy=Forced(depths)) as engine:
+            texts = [result.ids for result in engine.generate(PROMPTS[:2], GREEDY)]
+            results.append((texts, engine.ledger.rounds_at, engine.ledger.accepted))
+    assert results[0] == results[1]
+    assert results[0][0] == answers(PROMPTS[:2])
 
 
 # --- the policies in an engine ---------------------------------------------------------------------------------------

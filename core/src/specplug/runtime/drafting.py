@@ -74,6 +74,7 @@ class Drafting:
         self._may_miss = run.plan.catch_up == "tokens" and run.plan.needs.runs_on != {"device", "host"}
         self._missed: dict[int, int] = {}  # slot -> token index from which on nothing was handed over
         self._timed = False
+        self._decided: Sequence[Row] | None = None  # for these rows, before they ended
         self._drafter = started.drafter
         self._pages = pages
         self._vocab = vocab
@@ -111,6 +112,9 @@ class Drafting:
 
     def decide(self, rows: Sequence[Row]) -> None:
         """Choose how far to draft after `rows`. Unfinished prompts have no say; where all are, nothing changes."""
+        early, self._decided = self._decided, None
+        if early is rows:
+            return
         going = [row for row in rows if row.final and row.request.output.finish_reason is None]
         if going:
             wanting = [row.slot for row in going if row.request.max_drafted != 0]
@@ -120,6 +124,18 @@ class Drafting:
         if self.skips and not self.on_host:
             for row in rows:
                 self._missed.setdefault(row.slot, row.start)
+
+    def rests(self, rows: Sequence[Row]) -> bool:
+        """Say whether no drafts will be wanted after `rows`, while these are still on their way.
+
+        For a drafter that sees nothing of the device. Where the newest step wanted none either, it is decided
+        now; else with what `rows` came to, and the answer is no.
+        """
+        if self.plan.needs.runs_on != {"host"} or self.decision.depth > 0:
+            return False
+        self.decide(rows)
+        self._decided = rows
+        return self.decision.depth == 0
 
     def observe(self, launched: Launched, pairs: Sequence[tuple[Row, Outcome | None]]) -> None:
         """Tell the policy what a step came to: `pairs` are its rows that count, with their outcomes."""

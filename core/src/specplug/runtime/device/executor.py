@@ -139,12 +139,14 @@ class DeviceExecutor:
 
     def may_run_ahead(self, rows: Sequence[Row]) -> bool:
         """See `Executor`: not where drafts are to come or the host has a say, or log-probabilities are read."""
-        drafting = self.drafting
-        if drafting is not None and not drafting.failed and (self._asked or drafting.on_host):
-            return False
-        return not any(
+        if any(
             row.request.sampling.logprobs or row.request.grammar is not None or needs_host(row.request) for row in rows
-        )
+        ):
+            return False
+        drafting = self.drafting
+        if drafting is None or drafting.failed:
+            return True
+        return drafting.rests(rows) if drafting.on_host else not self._asked
 
     def launch(self, rows: Sequence[Row]) -> DeviceStep:
         """See `Executor`."""

@@ -21,8 +21,8 @@ TIMES = 3
 def measure(executor: DeviceExecutor, drafting: Drafting, rows: list[int], device: torch.device) -> None:
     """Tell a policy that goes by costs what every recorded forward takes, and every depth of a drafter on the device.
 
-    Contexts are empty here and no host work is in between, so that real times are longer; those take their place. `rows`: padded row
-    counts. Runs on the scratch slot only. Nothing is measured where there are no timers, as on a CPU.
+    Contexts are empty here and no host work is in between, so that real times are longer; those take their place.
+    `rows`: padded row counts. Runs on the scratch slot only. Without timers, as on a CPU, nothing is measured.
     """
     policy = drafting.policy
     if not isinstance(policy, CostPolicy) or _seconds(lambda: None, device) is None:
