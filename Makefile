@@ -15,19 +15,23 @@ test verify: export OMP_NUM_THREADS ?= 1
 # Packages of another environment must not leak into .venv.
 unexport PYTHONPATH PYTHONHOME
 
+# What the demo compares: plain decoding, n-grams, and the head that training/ made for the demo model.
+DEMO := none,NGRAM=ngram,EAGLE3=eagle3@training/drafts/eagle3-chain-2.json
+
 # The stamp holds the folder it was made in: a moved or copied clone sets up again.
 $(shell grep -qxF "$(CURDIR)" $(STAMP) 2>/dev/null || rm -f $(STAMP))
 
-.PHONY: help setup demo test verify lint types format clean
+.PHONY: help setup demo test verify lint types format report clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo     decode a few prompts with a real model, plain and with every drafter that fits'
+	@echo 'make demo     decode a few prompts with a real model: plain, with n-grams, with a trained EAGLE-3 head'
 	@echo 'make test     everything CI runs: ruff, mypy --strict, pytest without `slow` and `gpu`'
 	@echo 'make verify   the `slow` tests'
 	@echo 'make format   let ruff rewrite what it can;  make lint, make types: those checks alone'
+	@echo 'make report   the longest files and functions: where to look, not a gate'
 	@echo 'make clean    remove .venv and caches'
-	@echo 'ARGS="..." is handed on to demo and pytest; PYTHON=... chooses the interpreter of .venv'
+	@echo 'ARGS="..." is handed on to demo, pytest and report; PYTHON=... chooses the interpreter of .venv'
 
 setup: $(STAMP)
 
@@ -35,7 +39,7 @@ $(STAMP): $(INPUTS)
 	@PYTHON="$(PYTHON)" bash .ci/setup "$@"
 
 demo: $(STAMP)
-	@.venv/bin/specplug demo $(ARGS)
+	@.venv/bin/specplug demo --algorithms $(DEMO) $(ARGS)
 
 test: lint types
 	@echo '== pytest, not slow, not gpu'
@@ -58,6 +62,9 @@ types: $(STAMP)
 format: $(STAMP)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+report: $(STAMP)
+	@$(PY) tools/sizes.py $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .nox dist

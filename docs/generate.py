@@ -273,7 +273,8 @@ def kit_page() -> str:
         "# Conformance kit\n\n`pip install 'specplug[testing]'`; a test class that inherits from "
         "`specplug.testing.DrafterConformance` and names an `algorithm` runs all of this. What does not apply to the "
         'algorithm\'s plan is skipped with the reason. `expected_failures = {"check": "reason"}` turns one into a '
-        "strict expected failure; a check that is overridden or deleted without being named there fails.\n\n"
+        "strict expected failure; a check that is overridden or deleted without being named there fails. Which faults "
+        "each check notices: [mutants](kit-mutants.md).\n\n"
     ]
     groups: dict[str, list[tuple[str, str]]] = {}
     for name in check_names():

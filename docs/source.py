@@ -35,7 +35,8 @@ def entry(name: str, thing: Any, module: str) -> Entry:
     """Describe `thing`, public as `name`, defined in `module` if it is a plain value."""
     if inspect.isclass(thing) or inspect.isfunction(thing):
         path = Path(inspect.getsourcefile(thing) or "")
-        node = next(found for found in _tree(path).body if getattr(found, "name", None) == thing.__name__)
+        # The last of its name: before it stand only what `typing.overload` says of it.
+        node = next(found for found in reversed(_tree(path).body) if getattr(found, "name", None) == thing.__name__)
         if isinstance(node, ast.ClassDef):
             return _class(name, node, _lines(path))
         assert isinstance(node, Function)

@@ -1,8 +1,7 @@
-"""The documents say what is so: generated pages, links, commands and their output, the tutorial, the gate."""
+"""The documents say what is so: generated pages, links, commands and their output, the tutorial, CI."""
 
 import functools
 import importlib.util
-import json
 import re
 import shlex
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +19,6 @@ from specplug.testing.registry import write_distribution
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 GENERATE = DOCS / "generate.py"
-GATE = DOCS / "how-to" / "gate.py"
 TUTORIAL = DOCS / "tutorial" / "publish-a-drafter.md"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("plugins/*/README.md")])
 RUN = {"doctor", "estimate", "plugins"}
@@ -223,83 +220,6 @@ def test_the_tutorials_mistake_is_found_as_it_says(bigram: Path) -> None:
     assert re.findall(r"^FAILED .*::(\w+)", done.stdout, re.M) == [check], done.stdout
 
 
-# --- the gate --------------------------------------------------------------------------------------------------------
-
-
-def figures(**ledger: float) -> dict[str, Any]:
-    """A report of `specplug bench` with one batch, as far as the gate reads it."""
-    counts = {"tokens_per_target_step": 2.0, "accept_length": 3.0, "draft_coverage": 0.5, **ledger}
-    text = {"faults": 0, "verdict": "identical", "skipped": ""}
-    column = {"text": text, "ledger": counts, "speed_up": {"decode": {"median": 1.5}}}
-    batch = {"size": 1, "columns": {"none": json.loads(json.dumps(column)), "x": column}}
-    return {
-        "model": {"name": "m"},
-        "prompts": {"file": "a", "seed": 0},
-        "columns": {"none": {}, "x": {}},
-        "batches": [batch],
-    }
-
-
-def gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, old: str, new: str) -> tuple[int, str]:
-    """Run the gate on two texts and return its exit code and what it said."""
-    for name, text in (("old", old), ("new", new)):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    module, argv = load(GATE), sys.argv
-    sys.argv = ["gate.py", what, str(tmp_path / "old"), str(tmp_path / "new")]
-    try:
-        return module.main(), capsys.readouterr().err
-    finally:
-        sys.argv = argv
-
-
-def worse(path: str, value: Any) -> str:
-    report: Any = figures()
-    at = report["batches"][0]["columns"]["x"]
-    *parts, last = path.split(".")
-    for part in parts:
-        at = at[part]
-    at[last] = value
-    return json.dumps(report)
-
-
-@pytest.mark.parametrize(
-    ("new", "code", "said"),
-    [
-        (json.dumps(figures()), 0, ""),
-        (worse("ledger.accept_length", 2.95), 0, ""),
-        (worse("ledger.accept_length", 2.9), 1, "batch 1, x: accept_length 2.900, was 3.000"),
-        (worse("ledger.tokens_per_target_step", 1.0), 1, "tokens_per_target_step"),
-        (worse("ledger.draft_coverage", 0.4), 1, "draft_coverage"),
-        (worse("speed_up.decode.median", 0.89), 1, "speed-up 0.89, at least 0.90"),
-        (worse("text.faults", 1), 1, "batch 1, x: text"),
-        (worse("text.skipped", "rejection"), 1, "rejection"),
-        (json.dumps({**figures(), "batches": []}), 1, "is missing"),
-        (json.dumps({**figures(), "prompts": {"file": "b", "seed": 1}}), 2, "prompts differs"),
-        (json.dumps({**figures(), "prompts": {"file": "b", "seed": 0}}), 0, ""),
-        ("{", 2, "cannot be compared"),
-    ],
-)
-def test_gate_on_figures(new: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, printed = gate(tmp_path, capsys, "bench", json.dumps(figures()), new)
-    assert found == code, printed
-    assert said in printed
-    assert printed.count("\n") == (code != 0) * (2 if "missing" in said else 1)
-
-
-@pytest.mark.parametrize(
-    ("ids", "code", "said"),
-    [([1, 2], 0, ""), ([1, 3], 1, "token 1 differs"), ([1], 1, "its end differs"), (None, 1, "it is missing")],
-)
-def test_gate_on_texts(
-    ids: list[int] | None, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer = {"prompt": 0, "turn": 0, "choice": 0, "ids": [1, 2]}
-    new = "" if ids is None else json.dumps({**answer, "ids": ids})
-    found, printed = gate(tmp_path, capsys, "texts", json.dumps(answer), new)
-    assert (found, said in printed) == (code, True)
-    assert gate(tmp_path, capsys, "texts", "", new)[0] == 2, "nothing is expected: nothing was checked"
-
-
 # --- CI --------------------------------------------------------------------------------------------------------------
 
 
@@ -321,4 +241,5 @@ def test_the_workflow_to_paste_can_be_read() -> None:
         if line.startswith("specplug"):
             named = {word for word in shlex.split(line) if word.startswith("--")}
             assert named <= options()[line.split()[1]], line
-    assert sum("gate.py" in line for line in lines) == 2
+    assert sum(" --gate " in line for line in lines) == 1
+    assert all("--require" in line for line in lines if line.startswith("specplug doctor"))

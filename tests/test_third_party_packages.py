@@ -7,16 +7,20 @@ this file runs.
 import importlib.util
 import json
 import random
+import re
 import shutil
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from specplug import Engine, RefusedError, SamplingParams, TapRequest, UserError
@@ -202,11 +206,14 @@ def test_the_tree_is_made_of_the_likeliest_paths() -> None:
 
     for nodes, depth, top_k in ((15, 3, 8), (64, 4, 10), (3, 1, 2), (200, 2, 3), (0, 3, 3), (5, 0, 3)):
         paths = best_paths(nodes, depth, top_k)
-        every = depth and sum(top_k**level for level in range(1, depth + 1))
-        assert len(paths) == len(set(paths)) == min(nodes, every)
-        assert all(path[:-1] in paths[:at] for at, path in enumerate(paths) if len(path) > 1), "parents first"
-        assert all(parent < at for at, parent in enumerate(parents_of(paths)))
-    assert best_paths(7, 3, 3) == [(0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0)]
+        every = [path for length in range(1, depth + 1) for path in product(range(top_k), repeat=length)]
+        # Once in prod 2 (rank + 1) cases a path is right; of two that are as likely the shorter stands first.
+        likeliest = sorted(every, key=lambda path: (prod(2 * rank + 2 for rank in path), len(path), path))
+        assert paths == likeliest[:nodes]
+        parents = parents_of(paths)
+        assert all(parent < at for at, parent in enumerate(parents)), "parents first"
+        assert [paths[at] if at >= 0 else () for at in parents] == [path[:-1] for path in paths]
+    assert best_paths(8, 3, 4) == [(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0), (0, 0, 0)]
 
 
 def test_heads_draft_what_the_paper_says(medusa: tuple[Any, Path], registry: Registry) -> None:
@@ -214,7 +221,7 @@ def test_heads_draft_what_the_paper_says(medusa: tuple[Any, Path], registry: Reg
     from specplug_medusa.paths import best_paths
 
     target, folder = medusa
-    weights = torch.load(folder / "published" / "medusa_lm_head.pt", weights_only=True)
+    weights = torch.load(folder / "medusa_lm_head.pt", weights_only=True)
     prompt, width = list(PROMPTS[0]), 3
     state = final_state(target, prompt)
     best = []
@@ -279,6 +286,51 @@ def test_heads_that_do_not_fit_are_refused(
         engine_of(target, registry, tmp_path / "heads", "host")
 
 
+def test_heads_are_read_in_every_form_in_which_they_are_published(
+    medusa: tuple[Any, Path], registry: Registry, tmp_path: Path
+) -> None:
+    """As safetensors too, which are preferred, beside a tuned target or not; and not twice."""
+    target, folder = medusa
+    weights = torch.load(folder / "medusa_lm_head.pt", weights_only=True)
+    drafts = []
+    for form in ("pt", "safetensors", "both", "beside", "converted"):
+        heads = tmp_path / form
+        heads.mkdir()
+        shutil.copy(folder / "config.json", heads)
+        if form in ("pt", "both", "beside"):
+            torch.save(weights if form == "pt" else {"0": torch.zeros(1)}, heads / "medusa_lm_head.pt")
+        if form in ("safetensors", "both", "beside"):
+            save_file(weights, heads / "medusa_lm_head.safetensors")
+        if form == "beside":
+            shutil.copy(Path(target.checkpoint.path) / "model.safetensors", heads)
+        if form == "converted":
+            save_file(weights, heads / "model.safetensors")
+        with engine_of(target, registry, heads, "host") as engine:
+            request = engine.submit(PROMPTS[0], GREEDY)
+            engine.step()
+            assert request.draft is not None
+            drafts.append(request.draft.tokens)
+    assert drafts == drafts[:1] * 5
+    save_file(weights, tmp_path / "beside" / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"stored in model.safetensors and in medusa_lm_head.safetensors; keep one"):
+        engine_of(target, registry, tmp_path / "beside", "host")
+
+
+def test_heads_that_are_missing_or_another_algorithms_are_refused(
+    medusa: tuple[Any, Path], registry: Registry, tmp_path: Path
+) -> None:
+    target, folder = medusa
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(
+        UserError, match=r"lacks weights \(model\*.* or medusa_lm_head\.pt or medusa_lm_head\.safetensors"
+    ):
+        engine_of(target, registry, tmp_path, "host")
+    (tmp_path / "config.json").write_bytes((Path(target.checkpoint.path) / "config.json").read_bytes())
+    shutil.copy(folder / "medusa_lm_head.pt", tmp_path)
+    with pytest.raises(RefusedError, match=r"'standalone' cannot run here: .* is no whole language model"):
+        Engine(target, algorithm="standalone", registry=registry, speculative_draft_model_path=str(tmp_path))
+
+
 def test_heads_for_another_target_are_refused(medusa: tuple[Any, Path], registry: Registry, tmp_path: Path) -> None:
     small = decoder_target(4, 32, folder=tmp_path / "small")
     with pytest.raises(RefusedError, match="trained for this target"):
@@ -327,12 +379,40 @@ def test_a_part_that_refuses_says_so(registry: Registry, tmp_path: Path) -> None
             Engine(table_target(64, 2, 5), algorithm="fallback", config=config, registry=registry)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RefusedError,
-    reason="a part is planned with the whole's draft model, which ngram refuses, and plan_of cannot leave it out",
-)
 def test_ngram_can_stand_before_a_model(registry: Registry, tmp_path: Path) -> None:
+    """The model of the draft path is for the second; the first, which refuses one, is not given it."""
     target = decoder_target(4, folder=tmp_path / "target")
     options: dict[str, Any] = {"registry": registry, "speculative_draft_model_path": str(tmp_path / "target")}
-    Engine(target, algorithm="fallback", **options).close()
+    with Engine(target, algorithm="fallback", **options) as engine:
+        (result,) = engine.generate([[2, 6, 1]], GREEDY)
+        assert result.ledger["accepted"] > 16, "the target's copy knows what the target says"
+    for draft in ("first", "both"):
+        with pytest.raises(RefusedError, match=r"its part 'ngram': ngram drafts from the text .* reads no draft model"):
+            Engine(target, algorithm="fallback", config={"fallback_draft": draft}, **options)
+
+
+def test_what_is_planned_without_the_draft_is_not_built_with_it(
+    registry: Registry, medusa: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said as the combinator's fault, whether or not the part would take the draft."""
+    from specplug_fallback.drafter import FallbackDrafter
+
+    def build(self: Any, config: Any, plan: Any, ctx: Any) -> None:
+        super(FallbackDrafter, self).__init__(config, plan, ctx)
+        self.parts = [ctx.build(part.name, part.options, draft=not part.draft) for part in config.parts()]
+
+    monkeypatch.setattr(FallbackDrafter, "__init__", build)
+    target, folder = medusa
+    says = (
+        "'fallback' cannot be used, a fault of specplug-fallback 0.1.0: its part 'ngram' was planned without the draft "
+        "model and is built with it; facts.plan_of and ctx.build have to be given the same draft; report it"
+    )
+    config = {"fallback_then": "medusa"}
+    with pytest.raises(UserError, match=re.escape(says)):
+        Engine(
+            target,
+            algorithm="fallback",
+            config=config,
+            registry=registry,
+            speculative_draft_model_path=str(folder),
+        )

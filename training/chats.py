@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specplug import UserError
+
 TEST_ONE_IN = 50
 """One prompt of so many is kept for tests."""
 _MULTIPLE = 16
@@ -49,16 +51,19 @@ class Batch:
         return Batch(*(part.to(device, non_blocking=True) for part in (self.tokens, self.rows, self.left)))
 
 
-def read(paths: Sequence[Path], limit: int | None = None) -> list[Chat]:
-    """Return the chats of the files, `limit` at most of each; such as are too short to draft in are left out."""
+def read(paths: Sequence[Path], limit: int | None = None, cut: int | None = None) -> list[Chat]:
+    """Return the chats of the files, `limit` at most of each, and of each chat `cut` tokens at most; such as are too
+    short to draft in are left out."""
     chats = []
     for path in paths:
+        if not path.is_file():
+            raise UserError(f"--chats {path}: there is no such file; give .npz files of chats (training/README.md)")
         with np.load(path) as data:
             tokens, offsets = data["tokens"].astype(np.int64), data["offsets"]
             for number, (prompt, greedy) in enumerate(zip(data["prompt_len"], data["greedy"], strict=True)):
                 if limit is not None and number >= limit:
                     break
-                chat = Chat(tokens[offsets[number] : offsets[number + 1]], int(prompt), bool(greedy))
+                chat = Chat(tokens[offsets[number] : offsets[number + 1]][:cut], int(prompt), bool(greedy))
                 if len(chat.tokens) >= chat.prompt + 2:
                     chats.append(chat)
     return chats
@@ -76,6 +81,18 @@ def frequent(chats: Sequence[Chat], rows: int, vocab: int) -> Tensor:
     """Return the `rows` ids that answers use most, ascending, int64 [rows]; equally frequent ones by id."""
     counts = sum((np.bincount(chat.tokens[chat.prompt :], minlength=vocab) for chat in chats), np.zeros(vocab, int))
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:rows]))
+
+
+def coverage(chats: Sequence[Chat], ids: Tensor) -> float:
+    """Return the share of the answers' tokens that are among `ids`."""
+    answers = np.concatenate([chat.tokens[chat.prompt :] for chat in chats])
+    return float(np.isin(answers, ids.numpy()).mean())
+
+
+def rarest(chats: Sequence[Chat], vocab: int) -> int:
+    """Return the id that the chats use least, prompts included; the last of equally rare ones."""
+    counts = sum((np.bincount(chat.tokens, minlength=vocab) for chat in chats), np.zeros(vocab, int))
+    return int(vocab - 1 - np.argmin(counts[::-1]))
 
 
 def together(chats: Sequence[Chat]) -> Batch:

@@ -7,26 +7,23 @@ drafting s tokens: step 0 of the rows up to i, then its own steps 1 to s.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
+import chats
 import torch
-from chats import Batch
+from chats import Batch, Chat
+from draft import Draft, check_boundaries, read_stored, sizes
 from parts import Attention, Cache, GatedMLP, Norm, start_layer
-from safetensors.torch import save_file
 from target import Reading
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specplug.models.decoder import Decoder
 
-_KEPT = (
-    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act"),
-    *("max_position_embeddings", "vocab_size", "rope_parameters", "rope_theta", "bos_token_id", "eos_token_id"),
-)
-"""Keys of the target's config that are the head's."""
+_DECAY = 0.8
+"""Weight of each step's loss relative to that of the step before."""
 
 
 class Layer(nn.Module):
@@ -41,24 +38,22 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(hidden, like.mlp.down_proj.weight.shape[1])
 
 
-class Eagle3(nn.Module):
+class Eagle3(Draft):
     """One layer over embedding and state side by side; Vd rows of output, for the target ids `ids`."""
 
-    ids: Tensor
+    architecture = "LlamaForCausalLMEagle3"
+    takes: ClassVar[Mapping[str, Any]] = {"rows": 4096, "at": None, "steps": 5}
 
-    def __init__(self, target: Decoder, ids: Tensor, at: Sequence[int]) -> None:
+    def __init__(self, target: Decoder, ids: Tensor, at: Sequence[int], depth: int = 5) -> None:
         """`ids` int64 [Vd] ascending; `at`: boundaries read. Weights begin as the target's, where it has such."""
-        super().__init__()
-        self.target_config: dict[str, Any] = dict(target.config)
-        self.reads: tuple[int, ...] = tuple(at)
-        self._target = (target,)  # in a tuple: no part of this module
+        super().__init__(target, at, depth)
         hidden, eps = target.hidden_size, target.norm.eps
         layer: Any = target.layers[-1]
         self.fc = nn.Linear(len(at) * hidden, hidden, bias=False)
         self.midlayer = Layer(layer, hidden, eps)
         self.norm = Norm(hidden, eps)
         self.lm_head = nn.Linear(hidden, len(ids), bias=False)
-        self.register_buffer("ids", ids, persistent=False)
+        self.ids = ids
         with torch.no_grad():
             start_layer(self.midlayer, layer, skip=hidden)
             self.midlayer.hidden_norm.weight.copy_(layer.input_layernorm.weight)
@@ -69,10 +64,29 @@ class Eagle3(nn.Module):
             self.norm.weight.copy_(target.norm.weight)
             self.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.lm_head.weight.device)])
 
-    def steps(self, batch: Batch, reading: Reading, count: int) -> list[Tensor]:
-        """Return the logits [R, Vd] of each of `count` steps."""
-        target, layer = self._target[0], self.midlayer
-        length = batch.tokens.shape[1]
+    @classmethod
+    def begin(cls, target: Decoder, known: Sequence[Chat], args: Any) -> Self:
+        """See `Draft.begin`. The vocabulary is what the answers use most."""
+        layers = len(target.kv_layers)
+        at = check_boundaries(args.at or (2, layers // 2, layers - 3), target)
+        ids = chats.frequent(known, args.rows, target.vocab_size)
+        print(f"boundaries {at}; {len(ids)} draft ids cover {chats.coverage(known, ids):.4f} of the answers")
+        return cls(target, ids, at, args.steps)
+
+    @classmethod
+    def load(cls, folder: Path, target: Decoder) -> Self:
+        """See `Draft.load`."""
+        config, tensors = read_stored(folder)
+        ids = tensors.pop("d2t") + torch.arange(config["draft_vocab_size"])
+        del tensors["t2d"]
+        draft = cls(target, ids, config["eagle_aux_hidden_state_layer_ids"])
+        draft.load_state_dict(tensors)
+        return draft
+
+    def states(self, batch: Batch, reading: Reading, picked: Tensor, count: int) -> list[Tensor]:
+        """See `Draft.states`."""
+        target, layer = self.target, self.midlayer
+        length, rows = batch.tokens.shape[1], batch.rows[picked]
         state = self.fc(torch.cat(reading.taps, -1))
         cache, found = Cache(), []
         for step in range(count):
@@ -82,31 +96,39 @@ class Eagle3(nn.Module):
             table = target.rope.table[step : step + length]
             state = state + layer.self_attn(x, table, cache)
             state = state + layer.mlp(layer.post_attention_layernorm(state))
-            found.append(self.lm_head(self.norm(state.flatten(0, 1)[batch.rows])))
+            found.append(self.norm(state.flatten(0, 1)[rows]))
         return found
 
-    def save(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` (bfloat16) in the authors' spelling."""
-        vocab = self.target_config["vocab_size"]
-        tensors = {name: weight.detach().bfloat16().cpu() for name, weight in self.named_parameters()}
+    def logits(self, states: Tensor) -> Tensor:
+        """See `Draft.logits`."""
+        found: Tensor = self.lm_head(states)
+        return found
+
+    def weights(self, count: int) -> list[float]:
+        """See `Draft.weights`."""
+        return [_DECAY**step for step in range(count)]
+
+    def stored(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config and tensors in the authors' spelling."""
+        assert self.ids is not None
         ids = self.ids.cpu()
-        known = torch.zeros(vocab, dtype=torch.bool)
+        known = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         known[ids] = True
-        tensors["d2t"], tensors["t2d"] = ids - torch.arange(len(ids)), known
-        config = {key: self.target_config[key] for key in _KEPT if key in self.target_config}
-        config |= {
-            "architectures": ["LlamaForCausalLMEagle3"],
+        maps = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+        config = sizes(self.target) | {
+            "architectures": [self.architecture],
             "model_type": "llama",
             "num_hidden_layers": 1,
             "intermediate_size": self.midlayer.mlp.down_proj.in_features,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
             "draft_vocab_size": len(ids),
-            "dtype": "bfloat16",
             # vLLM and speculators count boundaries; both keys keep readers from guessing.
             "eagle_aux_hidden_state_layer_ids": list(self.reads),
             "eagle_aux_layer_semantics": "vllm",
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, folder / "model.safetensors")
+        return config, {**dict(self.named_parameters()), **maps}
+
+    @staticmethod
+    def engine(steps: int) -> dict[str, Any]:
+        """See `Draft.engine`."""
+        config = {"num_steps": steps, "eagle_topk": 1, "num_draft_tokens": steps + 1}
+        return {"algorithm": "eagle3", "config": config}

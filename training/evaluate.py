@@ -1,4 +1,4 @@
-"""Whether a trained head drafts in the engine as it did in training: acceptance by depth, counted in both.
+"""Whether a trained draft drafts in the engine as it did in training: acceptance by depth, counted in both.
 
     python training/evaluate.py --model demo --draft OUT --chats a.npz --count 16
 
@@ -11,7 +11,6 @@ draft that is trained too little. Exit code 1 if they differ by more than `--tol
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,47 +21,45 @@ import numpy as np
 import target
 import torch
 from chats import Chat
-from eagle3 import Eagle3
-from safetensors.torch import load_file
+from draft import Draft
+from kinds import KINDS, kind_in
+from measure import precision
 from torch import Tensor
 
-from specplug import Engine
+from specplug import Engine, UserError
 from specplug.models.decoder import Decoder
 
 
-def loaded(folder: Path, model: Decoder, device: torch.device) -> Eagle3:
+def loaded(folder: Path, model: Decoder, device: torch.device) -> Draft:
     """Return the trainer's own module with the saved weights."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tensors = load_file(folder / "model.safetensors")
-    ids = tensors.pop("d2t") + torch.arange(config["draft_vocab_size"])
-    del tensors["t2d"]
-    draft = Eagle3(model, ids, config["eagle_aux_hidden_state_layer_ids"])
-    draft.load_state_dict({name: weight.float() for name, weight in tensors.items()})
-    return draft.to(device)
+    return KINDS[kind_in(folder)].load(folder, model).to(device)
 
 
 @torch.no_grad()
-def drafts(draft: Eagle3, model: Decoder, chat: Chat, steps: int, device: torch.device) -> Tensor:
+def drafts(draft: Draft, model: Decoder, chat: Chat, steps: int, device: torch.device) -> Tensor:
     """Return int64 [R, steps] on the CPU: what every row of the chat drafts in each step, by teacher forcing."""
     batch = chats.together([chat]).to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        reading = target.read(model, batch, draft.reads, draft.ids)
-        found = draft.steps(batch, reading, steps)
-    return torch.stack([draft.ids[logits.argmax(-1)] for logits in found], 1).cpu()
+    reading = target.read(model, batch, draft.reads)
+    with precision(device):
+        states = draft.states(batch, reading, torch.arange(len(batch.rows), device=device), steps)
+        found = [draft.drafted(draft.logits(each)) for each in states]
+    return torch.stack(found, 1).cpu()
 
 
-def rounds(drafted: Tensor, chat: Chat) -> tuple[list[int], list[int]]:
+def rounds(drafted: Tensor, chat: Chat, most: int) -> tuple[list[int], list[int]]:
     """Play the rounds of a greedy chain through; return (drafts compared, drafts right) by depth.
 
-    `drafted` [R, steps], row 0 being the one whose next token begins the answer.
+    `drafted` [R, steps], row 0 being the one whose next token begins the answer, which was to have `most` tokens. It
+    has fewer if a stop token ended it.
     """
     steps = drafted.shape[1]
     compared, right = [0] * steps, [0] * steps
     tokens, root = chat.tokens, chat.prompt
     while root < len(tokens) - 1:
         accepted = 0
-        # As many as are still wanted besides the token that the target adds itself.
-        for depth in range(min(steps, len(tokens) - 2 - root)):
+        # As many as are still wanted besides the token that the target adds itself; what a stop token cuts off is not
+        # compared.
+        for depth in range(min(steps, chat.prompt + most - 2 - root, len(tokens) - 1 - root)):
             compared[depth] += 1
             if int(drafted[root - chat.prompt, depth]) != tokens[root + 1 + depth]:
                 break
@@ -76,23 +73,28 @@ def compare(args: Any) -> bool:
     """Print both counts; return whether they agree."""
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    known, tests = chats.split(chats.read(args.chats))
+    known, tests = chats.split(chats.read(args.chats, args.limit), args.test_one_in)
     picked = [chat for chat in (known if args.seen else tests) if chat.greedy][: args.count]
-    prompts = [chat.tokens[: chat.prompt].tolist() for chat in picked]
-    config = {"num_steps": args.steps, "eagle_topk": 1, "num_draft_tokens": args.steps + 1}
-    options: dict[str, Any] = {"speculative_draft_model_path": str(args.draft), "device": device.type}
-    options["dtype"] = str(dtype).removeprefix("torch.")
-    with Engine(args.model, algorithm="eagle3", config=config, **options) as engine:
-        results = engine.generate(prompts, {"temperature": 0, "max_tokens": args.max_tokens})
-        report = engine.report()
+    if not picked:
+        side = "known" if args.seen else "held-out"
+        raise UserError(f"--chats, --limit: no {side} chat is greedy; give more")
     model = target.load(args.model, dtype=dtype, device=device)
     draft = loaded(args.draft, model, device)
+    if not 1 <= args.steps <= (draft.longest or args.steps):
+        allowed = f"1 to {draft.longest}" if draft.longest else "1 or more"
+        raise UserError(f"--steps {args.steps}: the draft in {args.draft} drafts {allowed} tokens; give as many")
+    prompts = [chat.tokens[: chat.prompt].tolist() for chat in picked]
+    options = draft.engine(args.steps) | {"speculative_draft_model_path": str(args.draft), "device": device.type}
+    options["dtype"] = str(dtype).removeprefix("torch.")
+    with Engine(args.model, **options) as engine:
+        results = engine.generate(prompts, {"temperature": 0, "max_tokens": args.max_tokens})
+        report = engine.report()
     compared, right = np.zeros(args.steps, int), np.zeros(args.steps, int)
     for prompt, result in zip(prompts, results, strict=True):
         chat = Chat(np.array(prompt + list(result.ids)), len(prompt), True)
         if len(chat.tokens) < chat.prompt + 2:
             continue
-        found = rounds(drafts(draft, model, chat, args.steps, device), chat)
+        found = rounds(drafts(draft, model, chat, args.steps, device), chat, args.max_tokens)
         compared, right = compared + found[0], right + found[1]
     print(f"{len(picked)} answers, {report['tokens_per_target_step']:.3f} tokens per target step")
     print("depth   engine: right / compared         trainer: right / compared")
@@ -115,8 +117,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare a draft's acceptance in the engine with its trainer's.")
     add = parser.add_argument
     add("--model", default="demo", help="folder, .gguf file or 'demo'")
-    add("--draft", type=Path, required=True, help="folder that train.py wrote")
+    add("--draft", type=Path, required=True, help="folder that train.py wrote, of any kind")
     add("--chats", nargs="+", type=Path, required=True, metavar="FILE.npz")
+    add("--limit", type=int, help="as train.py was given it")
+    add("--test-one-in", type=int, default=chats.TEST_ONE_IN, help="as train.py was given it")
     add("--count", type=int, default=16, help="prompts, of greedy chats that were not trained on")
     add("--seen", action="store_true", help="prompts that were trained on instead")
     add("--max-tokens", type=int, default=128)
@@ -128,4 +132,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if compare(arguments()) else 1)
+    try:
+        sys.exit(0 if compare(arguments()) else 1)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

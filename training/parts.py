@@ -93,6 +93,24 @@ class Attention(nn.Module):
         return out.flatten(1, 2)
 
 
+class Layer(nn.Module):
+    """A Llama layer, its parts named as checkpoints name them."""
+
+    def __init__(self, like: Any, hidden: int, eps: float) -> None:
+        """`like`: a `specplug.layers.DecoderLayer` of the same sizes."""
+        super().__init__()
+        self.input_layernorm = Norm(hidden, eps)
+        self.post_attention_layernorm = Norm(hidden, eps)
+        self.self_attn = Attention(like.self_attn, hidden)
+        self.mlp = GatedMLP(hidden, like.mlp.down_proj.weight.shape[1])
+
+    def forward(self, x: Tensor, table: Tensor, cache: Cache) -> Tensor:
+        """Return [B, L, H] for `x` [B, L, H]; see `Attention`."""
+        x = x + self.self_attn(self.input_layernorm(x), table, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
 def turned(x: Tensor, table: Tensor) -> Tensor:
     """Return `x` [B, heads, L, head_dim] rotated as `specplug.layers.apply_rotary` does."""
     cos, sin = table.chunk(2, -1)

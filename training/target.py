@@ -11,15 +11,12 @@ from chats import Batch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specplug import TapRequest
+from specplug import TapRequest, UserError
 from specplug.facts import read_checkpoint
 from specplug.models.base import ForwardBatch
 from specplug.models.decoder import Decoder
 from specplug.models.store import local_model
 from specplug.models.target import load_target
-
-_CHUNK = 4096
-"""Rows whose whole logits exist at once."""
 
 
 class Reading(NamedTuple):
@@ -27,11 +24,8 @@ class Reading(NamedTuple):
 
     taps: tuple[Tensor, ...]
     """[B, L, H] each, in the order asked for."""
-    log_p: Tensor
-    """[R, ids]: log-probability, at temperature 1 and of the whole vocabulary, of each of the ids as token i + 2 of row
-    i, in the target's dtype."""
-    best: Tensor
-    """int64 [R]: the likeliest token of the whole vocabulary there."""
+    final: Tensor
+    """[R, H]: what the head makes token i + 2 of row i from, see `says`."""
 
 
 class Rows:
@@ -54,24 +48,28 @@ def load(model: str, *, dtype: torch.dtype, device: torch.device) -> Decoder:
     folder = local_model(model, needs_tokenizer=False)
     found = load_target(Path(folder), read_checkpoint(str(folder)), dtype=dtype, device=device, needs_tokenizer=False)
     if not isinstance(found.model, Decoder):
-        raise SystemExit(f"--model {model}: only Llama-family decoders are trained for here")
+        raise UserError(f"--model {model}: drafts are trained for Llama-family decoders alone; give such a model")
     return found.model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def read(model: Decoder, batch: Batch, at: Sequence[int | str], ids: Tensor) -> Reading:
-    """Return the states at `at` (boundaries or ``"final_norm"``) and the next-token distribution over `ids` int64."""
+def read(model: Decoder, batch: Batch, at: Sequence[int | str]) -> Reading:
+    """Return the states at `at` (boundaries or ``"final_norm"``), and those that the next tokens follow from."""
     count, length = batch.tokens.shape
     positions = torch.arange(length, device=batch.tokens.device).repeat(count)
     taps = (*(TapRequest(at=each) for each in at), TapRequest(at="final_norm"))
     _, states = model(ForwardBatch(batch.tokens.flatten(), positions, Rows(count), taps))
     # Row i asks for token i + 2, which the target says at token i + 1.
     final = states[-1][batch.rows + 1]
-    log_p = final.new_empty(len(final), len(ids))
-    best = torch.empty_like(batch.rows)
-    for start in range(0, len(final), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        logits = model.logits(final[part])
-        best[part] = logits.argmax(-1)
-        log_p[part] = logits[:, ids] - logits.logsumexp(-1, keepdim=True)
-    return Reading(tuple(state.view(count, length, -1) for state in states[:-1]), log_p, best)
+    return Reading(tuple(state.view(count, length, -1) for state in states[:-1]), final)
+
+
+@torch.no_grad()
+def says(model: Decoder, final: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what the target says next after states [n, H]: float32 [n, ids], the probability, at temperature 1 and of
+    the whole vocabulary, of each of `ids` int64 (None: all), and int64 [n], the likeliest token of all."""
+    logits = model.logits(final)
+    best = logits.argmax(-1)
+    if ids is None:
+        return logits.softmax(-1), best
+    return (logits[:, ids] - logits.logsumexp(-1, keepdim=True)).exp(), best

@@ -1,6 +1,6 @@
 """Train a draft for a target on chats that the target wrote. See README.md.
 
-    python training/train.py --model demo --chats a.npz b.npz --out OUT --seconds 240
+    python training/train.py --kind eagle3 --model demo --chats a.npz b.npz --out OUT --seconds 240
 
 Ends by itself within the time, and leaves in OUT the draft that was best on chats it never saw (``config.json``,
 ``model.safetensors``, its figures in ``figures.json``), and what a run with ``--resume`` goes on from (``state.pt``).
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,92 +21,26 @@ import chats
 import target
 import torch
 from chats import Batch
-from eagle3 import Eagle3
-from torch import Tensor
+from draft import Draft
+from kinds import KINDS
+from measure import Sums, measure
 
-from specplug.models.decoder import Decoder
+from specplug import UserError
+from specplug.models.store import local_model
 
-_DECAY = 0.8
-"""Weight of each step's loss relative to that of the step before."""
 _STATE = "state.pt"
 
 
-@dataclass(slots=True)
-class Sums:
-    """Loss and accuracy summed over rows, for each step; float64 [steps] on the device."""
-
-    loss: Tensor
-    right: Tensor
-    """Rows whose draft of this step and of all before are what the target finds likeliest."""
-    tried: Tensor
-    """Rows right up to the step before, of those that the chat does not end before."""
-    rows: Tensor
-
-    @classmethod
-    def zero(cls, steps: int, device: torch.device) -> Sums:
-        """Return sums of nothing."""
-        return cls(*(torch.zeros(steps, dtype=torch.float64, device=device) for _ in range(4)))
-
-    def add(self, other: Sums) -> None:
-        """Add `other` in place."""
-        self.loss += other.loss
-        self.right += other.right
-        self.tried += other.tried
-        self.rows += other.rows
-
-    def figures(self) -> dict[str, Any]:
-        """Return by depth the loss, and the share of right drafts among the rows that were right up to there; and the
-        length of text that a chain of all steps would be good for on average, begun at every token alike."""
-
-        def shares(part: Tensor, whole: Tensor) -> list[float]:
-            return [round(each, 4) for each in (part / whole.clamp(min=1)).tolist()]
-
-        loss, accepted = shares(self.loss, self.rows), shares(self.right, self.tried)
-        drafted = sum(math.prod(accepted[:depth]) for depth in range(1, len(accepted) + 1))
-        return {"loss": loss, "accepted": accepted, "length": round(1 + drafted, 4)}
-
-
-def measure(draft: Eagle3, reading: target.Reading, batch: Batch, steps: int) -> tuple[Tensor, Sums]:
-    """Return the loss to be reduced, and the sums of every step.
-
-    A row's loss is minus the sum over the draft's vocabulary of p log q: what of p lies outside cannot be drafted, and
-    counts for nothing.
-    """
-    device = batch.tokens.device
-    sums, total = Sums.zero(steps, device), torch.zeros((), device=device)
-    so_far = torch.ones(len(batch.rows), dtype=torch.bool, device=device)
-    weights = 0.0
-    for step, logits in enumerate(draft.steps(batch, reading, steps)):
-        # `step` rows on stands the same token of the same chat; where the chat has ended, nothing counts.
-        here = batch.left >= step
-        p = reading.log_p.roll(-step, 0).float().exp()
-        wide = logits.float()
-        each = p.sum(-1) * wide.logsumexp(-1) - (p * wide).sum(-1)
-        count = here.sum()
-        loss = (each * here).sum()
-        total = total + _DECAY**step * loss / count.clamp(min=1)
-        weights += _DECAY**step
-        tried = so_far & here
-        so_far = tried & (draft.ids[logits.detach().argmax(-1)] == reading.best.roll(-step))
-        sums.loss[step], sums.right[step], sums.rows[step] = loss.detach(), so_far.sum(), count
-        sums.tried[step] = tried.sum()
-    return total / weights, sums
-
-
-def held_out(read: Callable[[Batch], target.Reading], draft: Eagle3, tests: Sequence[chats.Chat], args: Any) -> Any:
+def held_out(draft: Draft, tests: Sequence[chats.Chat], args: Any) -> dict[str, Any]:
     """Return the figures on chats that were not trained on."""
-    sums = Sums.zero(args.steps, args.device)
-    with torch.no_grad():
-        for batch in chats.batches(tests, args.tokens):
-            moved = batch.to(args.device)
-            with precision(args):
-                sums.add(measure(draft, read(moved), moved, args.steps)[1])
+    sums = Sums.zero(draft.depth, args.device)
+    random = torch.Generator().manual_seed(args.seed)  # the same rows each time
+    for batch in chats.batches(tests, args.tokens):
+        picked = draft.pick(batch, random).to(args.device)
+        moved = batch.to(args.device)
+        reading = target.read(draft.target, moved, draft.reads)
+        sums.add(measure(draft, moved, reading, picked, draft.depth))
     return sums.figures()
-
-
-def precision(args: Any) -> torch.autocast:
-    """Return the context that products are computed in: bfloat16 on CUDA, as they come elsewhere."""
-    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.device.type == "cuda")
 
 
 def epochs(found: Sequence[chats.Chat], tokens: int, seed: int) -> Iterator[Batch]:
@@ -126,11 +60,12 @@ def train(args: Any) -> dict[str, Any]:
     """Train as `args` say, and return the figures."""
     begun = time.monotonic()
     torch.manual_seed(args.seed)
+    source = local_model(args.model, needs_tokenizer=False)
     model = target.load(args.model, dtype=args.dtype, device=args.device)
-    known, tests = chats.split(chats.read(args.chats, args.limit), args.test_one_in)
+    known, tests = chats.split(chats.read(args.chats, args.limit, args.cut), args.test_one_in)
     if not known or not tests:
-        raise SystemExit(f"--chats, --limit: {len(known)} chats to train on and {len(tests)} to test on; give more")
-    draft, at = made(args, model, known)
+        raise UserError(f"--chats, --limit: {len(known)} chats to train on and {len(tests)} to test on; give more")
+    draft = KINDS[args.kind].begin(model, known, args).to(args.device)
     # The file that is carried and the file that is gone on from are one run: its schedule is that of all its parts.
     optimizer = torch.optim.AdamW(
         draft.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=args.device.type == "cuda"
@@ -138,30 +73,27 @@ def train(args: Any) -> dict[str, Any]:
     step, before = 0, 0.0
     best: dict[str, Any] = {"length": 0.0}
     if args.resume:
-        state = torch.load(args.out / _STATE, map_location=args.device, weights_only=True)
+        state = read_state(args)
         draft.load_state_dict(state["draft"])
         optimizer.load_state_dict(state["optimizer"])
         step, before, best = state["step"], state["seconds"], state["best"]
     whole = args.total_seconds or before + args.seconds
-
-    def read(batch: Batch) -> target.Reading:
-        with torch.autocast(args.device.type, enabled=False):
-            return target.read(model, batch, at, draft.ids)
+    random = torch.Generator().manual_seed(args.seed + step)
 
     rows = sum(len(chat.tokens) - chat.prompt - 2 for chat in known)
     print(f"{len(known)} chats with {rows} rows to train on, {len(tests)} to test on; {args.device}, {args.dtype}")
     print(f"ready after {time.monotonic() - begun:.1f} s; step {step}, {before:.0f} s of {whole:.0f} s trained before")
-    sums, said, done = Sums.zero(args.steps, args.device), time.monotonic(), 0
+    sums, said, done = Sums.zero(draft.trained, args.device), time.monotonic(), 0
 
     def save() -> None:
         nonlocal best
-        figures = held_out(read, draft, tests, args)
+        figures = held_out(draft, tests, args)
         print(f"held out after step {step}: {json.dumps(figures)}", flush=True)
         if figures["length"] >= best["length"]:
             best = {**figures, "step": step}
-            draft.save(args.out)
+            draft.save(args.out, source)
             (args.out / "figures.json").write_text(json.dumps(best, indent=2) + "\n", encoding="utf-8")
-        write_state(args.out, draft, optimizer, best, step, before + time.monotonic() - begun)
+        write_state(args, draft, optimizer, best, step, before + time.monotonic() - begun)
 
     # Time to test and to write: measured by doing both once.
     saved = time.monotonic()
@@ -177,22 +109,22 @@ def train(args: Any) -> dict[str, Any]:
             progress = max(progress, step / args.most_steps)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate(progress, step, args.warm)
+        picked = draft.pick(batch, random).to(args.device)
         moved = batch.to(args.device)
-        with precision(args):
-            loss, seen = measure(draft, read(moved), moved, args.steps)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        reading = target.read(model, moved, draft.reads)
+        seen = measure(draft, moved, reading, picked, draft.trained, learn=True)
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
         sums.add(seen)
         step, done = step + 1, done + batch.tokens.numel()
         if step % 8 == 0 or args.device.type == "cpu":
-            float(loss.detach())  # wait, so that the clock above sees what was done
+            float(seen.loss[0])  # wait, so that the clock above sees what was done
         if now - said > args.every:
             told = sums.figures()
             speed = done / (time.monotonic() - first)
             print(f"{now - begun:6.1f} s, step {step}, {speed:.0f} tokens/s: {json.dumps(told)}", flush=True)
-            sums, said = Sums.zero(args.steps, args.device), now
+            sums, said = Sums.zero(draft.trained, args.device), now
         if now - saved > args.save_every:
             save()
             saved = time.monotonic()
@@ -202,36 +134,55 @@ def train(args: Any) -> dict[str, Any]:
     return best
 
 
-def made(args: Any, model: Decoder, known: Sequence[chats.Chat]) -> tuple[Eagle3, tuple[int, ...]]:
-    """Return the draft at its beginning, and the boundaries that it reads."""
-    layers = len(model.kv_layers)
-    at = tuple(args.at) if args.at else (2, layers // 2, layers - 3)
-    ids = chats.frequent(known, args.rows, model.vocab_size)
-    print(f"boundaries {at}; {len(ids)} draft ids cover {coverage(known, ids):.4f} of the answers")
-    return Eagle3(model, ids, at).to(args.device), at
-
-
-def coverage(found: Sequence[chats.Chat], ids: Tensor) -> float:
-    """Return the share of the answers' tokens that are among `ids`."""
-    known = set(ids.tolist())
-    answers = [token for chat in found for token in chat.tokens[chat.prompt :].tolist()]
-    return sum(token in known for token in answers) / max(1, len(answers))
+def read_state(args: Any) -> dict[str, Any]:
+    """Return what a run with `args` goes on from."""
+    path = args.out / _STATE
+    if not path.is_file():
+        raise UserError(f"--resume: there is no {path}; leave it out to begin anew")
+    state: dict[str, Any] = torch.load(path, map_location=args.device, weights_only=True)
+    if (kind := state.get("kind", "eagle3")) != args.kind:
+        raise UserError(f"--resume: {path} is of --kind {kind}, and {args.kind} is asked for; give it another --out")
+    return state
 
 
 def write_state(
-    out: Path, draft: Eagle3, optimizer: torch.optim.Optimizer, best: dict[str, Any], step: int, seconds: float
+    args: Any, draft: Draft, optimizer: torch.optim.Optimizer, best: dict[str, Any], step: int, seconds: float
 ) -> None:
     """Write what a resumed run needs; the file is whole or the one before."""
-    partial = out / f"{_STATE}.partial"
-    state = {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    partial = args.out / f"{_STATE}.partial"
+    state = {"kind": args.kind, "draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save({**state, "best": best, "step": step, "seconds": seconds}, partial)
-    partial.replace(out / _STATE)
+    partial.replace(args.out / _STATE)
+
+
+def at_least(least: int) -> Any:
+    """Return a parser of whole numbers from `least` on."""
+
+    def whole(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return whole
+
+
+def share(text: str) -> float:
+    """Parse a number above 0 and up to 1."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to 1")
+    return found
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Train an EAGLE-3 head on chats that the target wrote.")
+    """Parse the command line. Options of other kinds are refused, those of `kind` get its defaults."""
+    parser = argparse.ArgumentParser(description="Train a draft on chats that the target wrote.")
     add = parser.add_argument
+    add("--kind", choices=tuple(KINDS), default="eagle3", help="what is trained [eagle3]")
     add("--model", default="demo", help="folder, .gguf file or 'demo'")
     add("--chats", nargs="+", type=Path, required=True, metavar="FILE.npz")
     add("--out", type=Path, required=True, help="folder of the draft")
@@ -239,24 +190,43 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--total-seconds", type=float, help="length of the schedule, where --resume runs follow")
     add("--most-steps", type=int, help="end after so many steps in all")
     add("--resume", action="store_true", help="go on from the state in --out")
-    add("--rows", type=int, default=4096, help="rows of the draft's vocabulary")
-    add("--at", nargs="+", type=int, help="boundaries that are read [2, n/2, n-3 of n layers]")
-    add("--steps", type=int, default=5, help="steps of the training-time test")
     add("--tokens", type=int, default=32768, help="tokens in a batch, padding counted")
     add("--lr", type=float, default=1e-3)
     add("--warm", type=int, default=50, help="steps until the full learning rate")
     add("--limit", type=int, help="use only so many chats of each file")
+    add("--cut", type=at_least(1), help="use only so many tokens of each chat")
     add("--test-one-in", type=int, default=chats.TEST_ONE_IN, help="prompts, of which one is tested on")
     add("--seed", type=int, default=0)
     add("--save-every", type=float, default=60.0, help="seconds between two tests on held-out chats; the best is kept")
     add("--every", type=float, default=10.0, help="seconds between two lines of progress")
     add("--device", type=torch.device, help="[cuda where there is one]")
     add("--dtype", choices=("float32", "bfloat16"), help="of the target [bfloat16 on cuda, else float32]")
+    own = parser.add_argument_group("options of some kinds").add_argument
+    own("--rows", type=at_least(1), help="rows of the draft's vocabulary (eagle3) [4096]")
+    own("--at", nargs="+", type=at_least(0), help="boundaries that are read (eagle3 [2, n/2, n-3 of n layers], dflash)")
+    own("--steps", type=at_least(1), help="steps drafted (eagle3 [5], mtp [3]); counted only: standalone [5]")
+    own("--layers", type=at_least(1), help="layers of the draft (dflash [2], standalone [3])")
+    own("--block", type=at_least(2), help="tokens of a block, the anchor included (dflash) [8]")
+    own("--mask", type=at_least(0), help="id that stands for what is not known (dflash) [the chats' rarest]")
+    own("--anchors", type=share, help="share of the answers' tokens that begin a block in a batch (dflash) [0.25]")
     args = parser.parse_args(words)
+    takes = KINDS[args.kind].takes
+    for name in dict.fromkeys(name for kind in KINDS.values() for name in kind.takes):
+        if getattr(args, name) is None:
+            setattr(args, name, takes.get(name))
+        elif name not in takes:
+            listed = ", ".join(f"--{each}" for each in takes)
+            parser.error(f"--{name}: --kind {args.kind} has no such option; it has {listed}")
     args.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device.type == "cpu" and args.dtype == "bfloat16":
+        parser.error("--dtype bfloat16: on the CPU drafts are trained in float32 alone; leave it out")
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32"))
     return args
 
 
 if __name__ == "__main__":
-    train(arguments())
+    try:
+        train(arguments())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

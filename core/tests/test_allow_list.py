@@ -45,12 +45,14 @@ def test_listing_what_is_not_there_is_an_error(tmp_path: Path, listed: str, what
         ("plain", "offers no plugin"),
         ("bad>=1", "bad 1.0 is broken: SystemExit: 3"),
         ("mid good", "not a requirement"),
+        ("specplug>=99", r"needs specplug>=99, found .*: pip install 'specplug>=99'"),
+        ("mid-good[fast]>=1", r"what the extra \[fast\] brings is not checked; leave \[fast\] out"),
     ],
 )
 def test_require(tmp_path: Path, requirement: str, why: str) -> None:
     stubs = [GOOD, Stub("plain"), Stub("bad", algorithms=["bad"], fault="system-exit")]
     with stub_registry(tmp_path, *stubs) as registry:
-        registry.require(["Mid_Good>=1,<2", "mid-good"])
+        registry.require(["Mid_Good>=1,<2", "mid-good", "specplug>=0.1", "SpecPlug"])
         with pytest.raises(UserError, match=why) as caught:
             registry.require(["mid-good", requirement])
         assert str(caught.value).startswith(f"--require {requirement!r}: ")

@@ -49,10 +49,11 @@ def described(name: str, value: Any) -> list[str]:
 
 
 def definition(value: Any) -> ast.AST:
-    """Return the node that defines a class or function."""
+    """Return the node that defines a class or function; of one with overloads, the whole."""
     tree = ast.parse(Path(inspect.getsourcefile(value) or "").read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == value.__name__:
+        named = isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == value.__name__
+        if named and not any(ast.unparse(mark).endswith("overload") for mark in node.decorator_list):
             return node
     raise AssertionError(f"{value!r} is not defined where it says")
 

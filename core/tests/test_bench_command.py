@@ -104,6 +104,44 @@ def test_columns_take_labels_and_files(tmp_path: Path) -> None:
     ]
 
 
+def test_a_columns_file_holds_engine_options_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "head.json"
+    given = {"num_draft_tokens": 3, "speculative_draft_model_path": "head", "speculative_adaptive": True}
+    file.write_text(json.dumps(given), encoding="utf-8")
+    plain, head = parse_columns(f"none,head=a@{file}")
+    assert head.config == {"num_draft_tokens": 3}
+    shared = EngineOptions(page_size=4, speculative_draft_model_path="all", speculative_draft_model_revision="v1")
+    assert plain.engine_options(shared) is shared
+    own = head.engine_options(shared)
+    assert (own.page_size, own.speculative_draft_model_path, own.speculative_adaptive) == (4, "head", True)
+    assert own.speculative_draft_model_revision is None  # that was of another draft model
+    assert ColumnSpec("x", "a", {}, {"speculative_draft_load_format": "dummy"}).engine_options(shared) == (
+        shared.model_copy(update={"speculative_draft_load_format": "dummy"})
+    )
+    assert ColumnSpec("x", "a", {}, {"speculative_draft_model_path": None}).engine_options(shared) == (
+        EngineOptions(page_size=4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"draft_model_path": "x"}, "draft_model_path is written speculative_draft_model_path in a column's file"),
+        ({"speculative_acceptance": "rejection"}, "holds for all columns: .* give --speculative-acceptance"),
+        ({"on_failure": "stop"}, "on_failure holds for all columns: .* give --speculative-on-failure"),
+        ({"speculative_draft_load_format": "x"}, "--speculative-draft-load-format x: must be one of auto, dummy"),
+    ],
+)
+def test_other_engine_options_in_a_columns_file_are_refused(
+    given: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(given), encoding="utf-8")
+    with pytest.raises(UserError, match=f"^--algorithms b: .*{said}") as error:
+        parse_columns(f"b=a@{file}")[0].engine_options(EngineOptions())
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -453,6 +491,8 @@ def test_the_report_holds_everything(
     assert report["columns"]["known"]["distribution"] == "specplug-scripted"
     assert report["columns"]["known"]["settings"]["num_draft_tokens"] == {"value": 4, "source": "user", "because": ""}
     assert report["host"]["versions"]["specplug-scripted"] == "0.1.0"
+    fingerprint = report["model"].pop("fingerprint")
+    assert len(fingerprint) == 16
     assert report["model"] == {"name": str(folder), "dtype": "float32", "device": "cpu"}
     assert "unknown" in report["floor"]  # a toy fits the caches
     assert report["notes"] == ["batch 3: the last 1 prompts are left out, they fill no batch"]
@@ -622,6 +662,9 @@ PROMPTS = ["--prompts", "PROMPTS"]
         (["--algorithms", "none,x=scripted@BROKEN", *PROMPTS], "not valid JSON at line 1"),
         (["--algorithms", "none,x=none@OPTIONS", *PROMPTS], "has no effect with --speculative-algorithm none"),
         (["--algorithms", "none,x=scripted@NOSUCH", *PROMPTS], "--algorithms x: "),
+        (["--algorithms", "none,x=scripted@HEAD", *PROMPTS], "--algorithms x: --speculative-draft-model-path './no"),
+        (["--algorithms", "none,x=none@ADAPT", *PROMPTS], "x: --speculative-adaptive has no effect with --spec"),
+        (["--algorithms", "none,x=scripted@POLICY", *PROMPTS], "x: --speculative-adaptive-policy ema has no effect"),
         (["--algorithms", "none,scripted", *PROMPTS, "--speculative-algorithm", "scripted"], "give one of them"),
         (
             ["--algorithms", "none,scripted", *PROMPTS, "--speculative-num-draft-tokens", "4"],
@@ -652,6 +695,8 @@ def test_mistakes_are_one_line_and_exit_2(
     bench: Any, prompts: Path, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     texts = {"EMPTY": "\n", "BROKEN": "{", "OPTIONS": '{"num_draft_tokens": 4}', "NOSUCH": '{"nonsense": 1}'}
+    texts |= {"HEAD": '{"speculative_draft_model_path": "./nowhere"}', "ADAPT": '{"speculative_adaptive": true}'}
+    texts |= {"POLICY": '{"speculative_adaptive_policy": "ema"}'}
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     words = []

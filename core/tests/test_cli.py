@@ -369,7 +369,7 @@ def model(monkeypatch):
     """A module of facts that knows one model, so that no weights are needed; with a revision it has a config."""
     module = type(sys)("specplug.facts")
 
-    def build_facts(path: str, options: EngineOptions, *, elsewhere: bool = False) -> Facts:
+    def build_facts(path: str, options: EngineOptions, *, draft_files: object = (), elsewhere: bool = False) -> Facts:
         if path != "folder":
             raise UserError(f"MODEL {path}: not found")
         return Facts(

@@ -8,6 +8,7 @@ import torch
 
 from specplug import tree
 from specplug.accept import Verdict, VerifyRow, accept
+from specplug.generation import Suppressed
 from specplug.proposal import Proposal
 from specplug.runtime.device.decide import Decider
 from specplug.runtime.device.rows import StepRows
@@ -51,7 +52,8 @@ def a_request(rng: random.Random, slot: int, case: str) -> SimpleNamespace:
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))]
     output = [rng.randrange(VOCAB) for _ in range(rng.randrange(0, 4))]
     custom = no_repeat if case == "custom" and rng.random() < 0.5 else None
-    processors = processors_for(sampling, prompt, ends=ENDS, vocab=VOCAB, custom=custom)
+    never = Suppressed((2, 4), (0, *ENDS)) if case == "processors" and rng.random() < 0.3 else Suppressed()
+    processors = processors_for(sampling, prompt, ends=ENDS, vocab=VOCAB, custom=custom, never=never)
     for token in output:
         if processors:
             processors.commit(token)

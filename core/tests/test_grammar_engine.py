@@ -5,6 +5,7 @@ import random
 from contextlib import nullcontext
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -504,6 +505,19 @@ def test_random_schemas_parse_and_are_the_same_with_and_without_drafts(registry)
         if result.finish_reason == "stop":
             json.loads(result.text)
         assert result.finish_reason in ("stop", "length")
+
+
+def test_a_token_that_no_mask_should_have_let_through_is_the_engines_fault(target, monkeypatch):
+    def blind(rows, sizes):
+        return np.full((sum(sizes), rows[0].grammar.words), -1, dtype=np.int32)
+
+    monkeypatch.setattr(masking, "fill", blind)
+    with Engine(target) as engine:
+        wrong = engine.submit(list(PROMPTS[0]), {**GREEDY, "response_format": FORMAT, "logit_bias": {120: 100.0}})
+        while wrong.output.finish_reason is None:
+            engine.step()
+    assert (wrong.output.finish_reason, wrong.blame) == ("error", "engine")
+    assert "please report this" in wrong.error
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])

@@ -143,6 +143,7 @@ def test_a_committed_token_that_is_not_allowed_is_an_error_and_not_a_crash(compi
         grammar = compiler.grammar(FORMAT)
         grammar.commit([34, bad, 97])
         assert f"token {bad} " in grammar.error
+        assert grammar.blame == "engine"  # a mask let it through: nothing that the request could change
         assert not grammar.matcher.is_error()
         assert not fill([Looked(grammar, (97,), (-1,))], [2]).any()
         assert grammar.legal((97,), (-1,)) == []
@@ -162,6 +163,7 @@ def test_a_grammar_that_fails_says_so_and_its_neighbour_goes_on():
     failing = compiler.grammar(hard)
     masks = fill([Looked(failing, (34, 97), (-1, 0)), Looked(fine, (34,), (-1,))], [3, 2])
     assert "too complex" in failing.error
+    assert failing.blame == "request"
     assert not masks[:3].any()
     assert bits(unpacked(masks, SIZE)[4]) == follows(b'"')
 

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from specplug import Capabilities, Proposal, SamplingParams, StepView, UserError, combined_plan
+from specplug import (
+    Capabilities,
+    CombinedDrafter,
+    Drafter,
+    Proposal,
+    SamplingParams,
+    StepView,
+    UserError,
+    combined_plan,
+)
 from specplug.facts import facts_of
 from specplug.models.target import Target
 from specplug.options import EngineOptions
@@ -23,6 +32,10 @@ from specplug.testing.paper_drafters import Shifted
 from specplug.testing.targets import decoder_target, reference_logits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+CALLS = (
+    *("load", "allocate", "capture", "on_admit", "ingest", "propose"),
+    *("on_release", "metrics", "close"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +220,43 @@ def test_a_part_sees_the_step_of_its_own_plan(make, monkeypatch):
         assert engine.run.plan.lookahead == 2
         engine.generate([PROMPTS[0]], GREEDY)
     assert set(seen) == {(1, None, 2)}
+
+
+def test_every_part_hears_of_every_call():
+    """In order; one that raises in `on_release` or `close` keeps no other from giving back what it holds."""
+    told: list[tuple[str, str]] = []
+
+    class Recorder(CombinedDrafter):
+        def __init__(self, name: str, raises: str = "") -> None:
+            self.name, self.raises = name, raises
+
+        def __getattribute__(self, call: str) -> Any:
+            if call not in CALLS:
+                return super().__getattribute__(call)
+
+            def record(*given: Any) -> Mapping[str, float]:
+                told.append((self.name, call))
+                if call == self.raises:
+                    raise ValueError(call)
+                return {self.name: len(given)}
+
+            return record
+
+    given = {"on_release": (1, "finished"), "propose": (None, None), "metrics": (), "close": ()}
+    whole = CombinedDrafter({}, None, None)
+    whole.parts = [Recorder("a"), Recorder("b")]
+    assert set(CALLS) == {name for name in vars(Drafter) if not name.startswith("_")}
+    for call in CALLS:
+        told.clear()
+        answer = getattr(whole, call)(*given.get(call, (None,)))
+        assert told == [("a", call), ("b", call)]
+        assert answer == ({"a": 0, "b": 0} if call == "metrics" else None)
+    for call in ("on_release", "close"):
+        told.clear()
+        whole.parts = [Recorder("a", call), Recorder("b")]
+        with pytest.raises(ValueError, match=call):
+            getattr(whole, call)(*given[call])
+        assert told == [("a", call), ("b", call)]
 
 
 # --- proposals ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from specplug.combine import combined_plan
 from specplug.errors import RefusedError, UserError
-from specplug.planning import Run, features_needed, load_drafter_class, plan_run
+from specplug.planning import Run, load_drafter_class, plan_run, run_of
+from specplug.plans import features_needed
 from specplug.spec import (
     Capabilities,
     Checkpoint,
@@ -289,6 +291,47 @@ def test_plan_of_takes_a_config_as_it_is(installed):
     plan = other.facts.plan_of("lookup", SpecConfig(num_draft_tokens=3))
     assert isinstance(plan, DraftPlan)
     assert plan.nodes == 2
+
+
+DRAFTED = FACTS.model_copy(
+    update={"draft": Checkpoint(path="draft", tensors={}), "first_vocab_difference": (3, "a", "b")}
+)
+PICKY = planning(
+    "assert (facts.draft is None) == (facts.first_vocab_difference is None)\n"
+    "    if facts.draft is not None:\n        return Refusal(reason='it reads no draft')\n"
+    "    return DraftPlan(needs=Capabilities(), nodes=1, depth=1)"
+)
+
+
+def test_a_part_can_be_planned_without_the_draft(installed):
+    """As if there were none; the parts of that part have none either."""
+    call = '"picky", {}, draft=False'
+    outer = stub(combining('"inner", {}, draft=False'), name="acme-outer", algorithm="outer")
+    inner = stub(combining('"picky", {}'), name="acme-inner", algorithm="inner")
+    both = stub(combining(call), name="acme-both", algorithm="both")
+    registry = installed(stub(PICKY, name="acme-picky", algorithm="picky"), both, outer, inner)
+    for word in ("both", "outer"):
+        run = plan_run(registry, word, {}, DRAFTED)
+        assert run.plan is not None
+        assert run.facts.draft is DRAFTED.draft, "the whole keeps it"
+    assert str(refused(registry, "inner", facts=DRAFTED)).endswith("its part 'picky': it reads no draft")
+
+
+def test_a_part_is_built_as_it_was_planned(installed):
+    other = stub(combining('"lookup", {}, depth, draft=False'), name="acme-both", algorithm="both")
+    run = plan_run(installed(stub(), other), "both", {}, DRAFTED)
+    assert run_of(run.facts, "LookUp", {}, draft=False).facts.draft is None
+    with pytest.raises(RefusedError, match=r"acme-both 1\.2: its part 'lookup' was planned without the draft model"):
+        run_of(run.facts, "lookup", {})
+    assert isinstance(run.facts.plan_of("lookup", {}), DraftPlan)
+    assert run_of(run.facts, "lookup", {}).facts.draft is not None, "asked both ways, it may be built either way"
+
+
+def test_the_first_refusal_is_that_of_a_combined_plan():
+    plan = DraftPlan(needs=Capabilities(), nodes=1, depth=1)
+    refusals = Refusal(reason="first"), Refusal(reason="second")
+    assert combined_plan(plan, *refusals, plan) is refusals[0]
+    assert isinstance(combined_plan(plan, plan), DraftPlan)
 
 
 # --- the drafter's class ---------------------------------------------------------------------------------------------

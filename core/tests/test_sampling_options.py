@@ -22,7 +22,7 @@ def target():
         ({"repetition_penalty": 0}, "repetition_penalty 0: must be a number, above 0"),
         ({"repetition_penalty": -1.5}, "repetition_penalty -1.5"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty inf"),
-        ({"frequency_penalty": 2.1}, "frequency_penalty 2.1: must be a number from -2.0 to 2.0"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty 2.1: must be a number from -2 to 2"),
         ({"presence_penalty": float("nan")}, "presence_penalty nan"),
         ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias names token {VOCAB}: this model's ids are 0..7"),
         ({"logit_bias": {"x": 1.0}}, "'x' is no token id"),

@@ -40,7 +40,7 @@ def write_gguf(path: Path, *, lacking: str = "", architecture: str = "llama") ->
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["a", "b", "c", "ab", "<end>"])
     writer.add_token_types([1, 1, 1, 1, 3])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "a b"])  # transformers 5.17 takes a list of one for its entry
     writer.add_bos_token_id(4)  # transformers 5.17 asks for one
     writer.add_eos_token_id(4)
     writer.add_chat_template("{{ messages[0].content }}")

@@ -1,91 +1,31 @@
-"""The trainer on a tiny target: its loss falls, it can go on from where it was, and the engine drafts as it does."""
+"""The trainer on a tiny target, with an EAGLE-3 head: its loss falls, it can go on from where it was, and the engine
+drafts as it does."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import pytest
-import torch
-from safetensors.torch import load_file, save_file
-
-from specplug import Engine
-from specplug.models.weights import fill_dummy
-from specplug.testing import targets
-from specplug.testing.tokenizer import SIZE, byte_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import chats
 import eagle3
 import evaluate
+import numpy as np
+import pytest
 import target
+import torch
 import train
+from safetensors.torch import load_file
 
+from specplug import Engine
 from specplug.models.decoder import Decoder
+from specplug.models.weights import fill_dummy
+from specplug.testing import targets
+from specplug.testing.tokenizer import SIZE
 
 VOCAB, LAYERS, STEPS = SIZE, 5, 3
 ROWS = 42
 """Of the draft's vocabulary: most of what the target says, not all."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target of five layers, in float32."""
-    folder = tmp_path_factory.mktemp("target")
-    config = {**targets.decoder_config(VOCAB), "num_hidden_layers": LAYERS}
-    made = Decoder(config)
-    fill_dummy(made, 3)
-    tensors = {}
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in stored(made).items():
-        wide = weight.dim() > 1
-        drawn = torch.randn(weight.shape, generator=generator)
-        tensors[name] = drawn * (weight.shape[-1] ** -0.5) if wide else 1 + 0.2 * drawn
-        if "o_proj" in name:
-            tensors[name] *= 0.1  # the last token says most of what comes next
-    tensors["lm_head.weight"] *= 3.0
-    # It says 48 of its tokens and no other.
-    tensors["lm_head.weight"][:16] = tensors["lm_head.weight"][64:] = 0.0
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    byte_tokenizer().save_pretrained(str(folder))
-    return folder
-
-
-def stored(made: Decoder) -> dict[str, torch.Tensor]:
-    """Every tensor of the decoder under its checkpoint name."""
-    found: dict[str, torch.Tensor] = {}
-    for name, module in made.named_modules():
-        outer = "" if name.startswith("lm_head") else "model."
-        parts = getattr(module, "part_tensors", None)
-        if parts is not None:
-            found |= {f"{outer}{name.rpartition('.')[0]}.{part}": weight for part, weight in parts()}
-        else:
-            found |= {f"{outer}{name}.{own}": weight for own, weight in module.named_parameters(recurse=False)}
-    return found
-
-
-@pytest.fixture(scope="module")
-def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the target says after random prompts, as a file of chats."""
-    random = np.random.default_rng(0)
-    prompts = [random.integers(16, 64, random.integers(3, 9)).tolist() for _ in range(160)]
-    with Engine(str(model), dtype="float32", device="cpu") as engine:
-        results = engine.generate(prompts, {"temperature": 0, "max_tokens": 24, "ignore_eos": True})
-    whole = [prompt + list(result.ids) for prompt, result in zip(prompts, results, strict=True)]
-    path = tmp_path_factory.mktemp("data") / "chats.npz"
-    np.savez(
-        path,
-        tokens=np.concatenate(whole).astype(np.uint16),
-        offsets=np.cumsum([0, *map(len, whole)]),
-        prompt_len=np.array([len(prompt) for prompt in prompts], np.uint16),
-        greedy=np.ones(len(prompts), bool),
-    )
-    return path
 
 
 def run(model: Path, data: Path, out: Path, *more: str) -> dict[str, Any]:
@@ -133,19 +73,20 @@ def test_packed_reading_is_a_dense_forward(model: Path, data: Path) -> None:
     found = chats.read([data])[:3]
     batch = chats.together(found)
     ids = torch.arange(0, VOCAB, 3)
-    reading = target.read(decoder, batch, (1, 4), ids)
+    reading = target.read(decoder, batch, (1, 4))
+    p, best = target.says(decoder, reading.final, ids)
     start = 0
     for number, chat in enumerate(found):
         taps = tuple(target.TapRequest(at=at) for at in (1, 4))
         hidden, dense = targets.dense_forward(decoder, chat.tokens.tolist(), taps)
         for ours, theirs in zip(reading.taps, dense, strict=True):
             torch.testing.assert_close(ours[number, : len(chat.tokens)], theirs)
-        log_p = decoder.logits(hidden).log_softmax(-1)[chat.prompt : -1]
-        rows = slice(start, start + len(log_p))
-        torch.testing.assert_close(reading.log_p[rows], log_p[:, ids])
-        assert reading.best[rows].tolist() == chat.tokens[chat.prompt + 1 :].tolist()  # the answers are greedy
-        start += len(log_p)
-    assert start == len(reading.best)
+        dense_p = decoder.logits(hidden).softmax(-1)[chat.prompt : -1]
+        rows = slice(start, start + len(dense_p))
+        torch.testing.assert_close(p[rows], dense_p[:, ids])
+        assert best[rows].tolist() == chat.tokens[chat.prompt + 1 :].tolist()  # the answers are greedy
+        start += len(dense_p)
+    assert start == len(best)
 
 
 def test_loss_falls_and_the_draft_learns(trained: Path) -> None:
@@ -168,7 +109,7 @@ def test_engine_drafts_exactly_as_the_trainer(model: Path, data: Path, trained: 
         for result, chat in zip(results, found, strict=True):
             assert list(result.ids) == chat.tokens[chat.prompt :].tolist()
             drafted = evaluate.drafts(draft, decoder, chat, STEPS, torch.device("cpu"))
-            compared, right = evaluate.rounds(drafted, chat)
+            compared, right = evaluate.rounds(drafted, chat, 24)
             assert pad(result.ledger["accepted_at"]) == right
             assert pad(result.ledger["reached"]) == compared
         accepted = engine.report()["accepted_at"]
@@ -206,12 +147,12 @@ def test_later_steps_see_the_first_and_their_own_row_only() -> None:
     draft = eagle3.Eagle3(decoder, torch.arange(VOCAB), (1, 2, 4))
     chat = chats.Chat(np.arange(12) % VOCAB, 2, True)
     batch = chats.together([chat])
-    reading = target.read(decoder, batch, draft.reads, draft.ids)
-    base = torch.stack(draft.steps(batch, reading, STEPS))
+    reading, rows = target.read(decoder, batch, draft.reads), torch.arange(len(batch.rows))
+    base = torch.stack(draft.states(batch, reading, rows, STEPS))
     moved = tuple(tap.clone() for tap in reading.taps)
     for tap in moved:
         tap[:, 6] += 1.0
-    other = torch.stack(draft.steps(batch, reading._replace(taps=moved), STEPS))
+    other = torch.stack(draft.states(batch, reading._replace(taps=moved), rows, STEPS))
     first = batch.rows.tolist().index(6)
     assert torch.equal(base[:, :first], other[:, :first])
     assert ((base - other).abs().amax(-1)[:, first:] > 0).all()

@@ -40,6 +40,7 @@ from specplug.spec import (
 if TYPE_CHECKING:
     from specplug.drafter import (
         Arena,
+        CombinedDrafter,
         DraftContext,
         Drafter,
         GraphRecorder,
@@ -61,6 +62,7 @@ _HEAVY = {
     **dict.fromkeys(
         (
             "Arena",
+            "CombinedDrafter",
             "DraftContext",
             "Drafter",
             "GraphRecorder",
@@ -88,6 +90,7 @@ __all__ = [
     "Capabilities",
     "Checkpoint",
     "Claim",
+    "CombinedDrafter",
     "DecoderConfig",
     "Defaults",
     "Delta",

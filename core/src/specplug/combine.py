@@ -1,21 +1,33 @@
 """One plan for several drafters that work as one. Torch-free."""
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, overload
 
-from specplug.spec import Capabilities, DraftPlan, TapRequest
+from specplug.spec import Capabilities, DraftPlan, Refusal, TapRequest
 
 Item = TypeVar("Item")
 
 
-def combined_plan(*plans: DraftPlan) -> DraftPlan:
+@overload
+def combined_plan(*plans: DraftPlan) -> DraftPlan: ...
+@overload
+def combined_plan(*plans: DraftPlan | Refusal) -> DraftPlan | Refusal: ...
+def combined_plan(*plans: DraftPlan | Refusal) -> DraftPlan | Refusal:
     """Return what `plans` need together: what a drafter that builds them with ``ctx.build`` plans.
 
+    Each is an answer of `Facts.plan_of`; the first refusal among them, which names its part, is the answer to all.
     Needs are united, sizes are the largest, memory is summed. KV layers are numbered in the order of
-    `plans`, which must be the order of the calls of ``ctx.build``.
+    `plans`, which must be the order of the calls of ``ctx.build``. Without any plan it is a `ValueError`.
     """
     if not plans:
         raise ValueError("a combined plan needs at least one plan")
+    made = [plan for plan in plans if isinstance(plan, DraftPlan)]
+    if len(made) < len(plans):
+        return next(plan for plan in plans if isinstance(plan, Refusal))
+    return _united_plan(made)
+
+
+def _united_plan(plans: Sequence[DraftPlan]) -> DraftPlan:
     every = [plan.needs for plan in plans]
     taps = tuple(dict.fromkeys(tap for needs in every for tap in needs.taps))
     needs = Capabilities(

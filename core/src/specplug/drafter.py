@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -174,7 +175,7 @@ class Arena(Protocol):
     """The only place where a drafter takes device memory; accounted against the plan."""
 
     def static(self, name: str, shape: Sequence[int], dtype: torch.dtype, fill: float = 0) -> Tensor:
-        """Return a buffer with a fixed address for the engine's life; counts as `bytes_fixed`."""
+        """Return ``[*shape]`` of `fill` at a fixed address for the engine's life; counts as `bytes_fixed`."""
 
     def per_slot(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return ``[S+1, *shape]`` zeros, scratch row last; counts as `bytes_per_slot`."""
@@ -255,14 +256,15 @@ class DraftContext(Protocol):
     def noise(self, step: StepView, depth: int, stream: Literal["target", "draft"] = "draft") -> Tensor:
         """Return Gumbel noise [R, V] for the drafts at `depth` (1 = child of the root)."""
 
-    def build(self, name: str, config: Any) -> Drafter:
+    def build(self, name: str, config: Any, *, draft: bool = True) -> Drafter:
         """Return another installed algorithm as a part of this one, planned as `facts.plan_of` plans it.
 
-        Call it in the constructor, in the order in which `specplug.combined_plan` was given the plans, and pass every
-        method on to the part. It has a proposal of its own, sees the step as its own plan describes it,
-        and its `propose` fills only rows of `out` that have no draft yet: the first part with a draft wins.
+        Call it in the constructor, in the order in which `specplug.combined_plan` was given the plans, with the `draft`
+        that `facts.plan_of` was given, and pass every method on to the part, as `CombinedDrafter` does. It has a
+        proposal of its own, sees the step as its own plan describes it, and its `propose` fills only rows of `out`
+        that have no draft yet: the first part with a draft wins.
         With parts on both sides `out` is the `Proposal`, `out.host` its host side, and a row set there wins.
-        Raises RefusedError where `facts.plan_of` refuses.
+        Raises RefusedError where `facts.plan_of` refuses, and where it was asked with another `draft` only.
         """
 
 
@@ -308,3 +310,59 @@ class Drafter(ABC):
 
     def close(self) -> None:
         """Give back what is not garbage-collected. May be called twice."""
+
+
+class CombinedDrafter(Drafter):
+    """Several drafters as one: every call goes to all `parts`, and the first with a draft for a row drafts it.
+
+    A subclass builds them in its constructor, in the order in which `combined_plan` was given their plans::
+
+        def __init__(self, config, plan, ctx):
+            super().__init__(config, plan, ctx)
+            self.parts = [ctx.build(name, options) for name, options in config.parts()]
+
+    Another choice than the first is made by overriding `propose`. In `on_release` and `close` no part is left
+    out because of another's exception.
+    """
+
+    parts: Sequence[Drafter] = ()
+
+    def load(self, target: TargetView) -> None:
+        for part in self.parts:
+            part.load(target)
+
+    def allocate(self, arena: Arena) -> None:
+        for part in self.parts:
+            part.allocate(arena)
+
+    def capture(self, graphs: GraphRecorder) -> None:
+        for part in self.parts:
+            part.capture(graphs)
+
+    def on_admit(self, request: RequestView) -> None:
+        for part in self.parts:
+            part.on_admit(request)
+
+    def ingest(self, step: StepView) -> None:
+        """Let every part follow the text, whoever drafts."""
+        for part in self.parts:
+            part.ingest(step)
+
+    def propose(self, step: StepView, out: Proposal | HostProposal) -> None:
+        """Ask one after the other: a part fills only rows that have no draft yet."""
+        for part in self.parts:
+            part.propose(step, out)
+
+    def on_release(self, slot: int, reason: Release) -> None:
+        with ExitStack() as last_first:
+            for part in reversed(self.parts):
+                last_first.callback(part.on_release, slot, reason)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the counters of all, which each part names apart."""
+        return {name: value for part in self.parts for name, value in part.metrics().items()}
+
+    def close(self) -> None:
+        with ExitStack() as last_first:
+            for part in reversed(self.parts):
+                last_first.callback(part.close)

@@ -1,5 +1,10 @@
 """The errors a user can cause: one clear line each, never a traceback (the CLI exits with 2)."""
 
+from typing import Literal
+
+Blame = Literal["request", "engine"]
+"""Whose fault it is that an answer ended with an error: what the request itself asked for, or what ran it."""
+
 
 class UserError(Exception):
     """Something the user gave cannot be honoured.

@@ -6,7 +6,7 @@ on a host with NVIDIA's driver.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +37,9 @@ _SAFETENSORS_DTYPES = {
     "BOOL": "bool",
 }
 
+PICKLED = (".bin", ".pt")
+"""Suffixes of files that ``torch.load`` reads, tensors alone (``weights_only``)."""
+
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the checkpoint's files, or (``dummy``) a seeded generator, no file read."""
 
@@ -51,13 +54,28 @@ class StoredTensor(NamedTuple):
     info: TensorInfo
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, further: Iterable[str] = ()) -> dict[str, StoredTensor]:
     """Return the header of every tensor stored in `folder`, by name, no data read.
 
     Looks, in this order, for ``model.safetensors``, its index of shards, ``pytorch_model.bin`` and its
-    index; where both kinds exist, safetensors win. A shard that is missing or unreadable, or a tensor
-    that the index promises and no shard holds, is a `UserError`.
+    index; where both kinds exist, safetensors win. `further` files are read as well. A shard that is missing
+    or unreadable, a tensor that the index promises and no shard holds, or one that two files hold is a `UserError`.
     """
+    found = _standard_tensors(folder)
+    for name in further:
+        for tensor, stored in _headers(folder / name).items():
+            if tensor in found:
+                raise UserError(
+                    f"{folder}: the tensor {tensor} is stored in {found[tensor].file.name} and in {name}; "
+                    "keep one of these files"
+                )
+            found[tensor] = stored
+    if not found:
+        raise UserError(f"{folder} holds no weights: model*.safetensors or pytorch_model*.bin is needed")
+    return found
+
+
+def _standard_tensors(folder: Path) -> dict[str, StoredTensor]:
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         single = folder / f"{stem}.{suffix}"
         index = folder / f"{stem}.{suffix}.index.json"
@@ -65,29 +83,42 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             return _headers(single)
         if index.is_file():
             return _sharded(folder, index)
-    raise UserError(f"{folder} holds no weights: model*.safetensors or pytorch_model*.bin is needed")
+    return {}
 
 
 def read_checkpoint(
-    path: str, revision: str | None = None, *, trust_remote_code: bool = False, load_format: LoadFormat = "auto"
+    path: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    load_format: LoadFormat = "auto",
+    draft_files: Iterable[str] = (),
 ) -> Checkpoint:
     """Read the facts of the Hugging Face folder `path`; tensors as headers only, under ``dummy`` None.
 
+    `draft_files`: names that may stand beside or for the standard ones (`Checkpoint.files`); their tensors are not read
+    here, but by `specplug.draft_files.own_draft`.
+
     A folder without tokenizer (a draft head, often) has None for its size and fingerprint.
-    `trust_remote_code` is used only where the tokenizer has no ``tokenizer.json``.
+    `trust_remote_code` is used only where the tokenizer has no ``tokenizer.json``. A folder without
+    ``config.json``, without weights (unless ``dummy``) or with a file that cannot be read is a `UserError`.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise UserError(f"{path} holds no config.json; a Hugging Face model folder is needed")
     ids = vocabulary(folder, trust_remote_code=trust_remote_code)
-    tensors = None
+    tensors: dict[str, TensorInfo] | None = None
+    files: tuple[str, ...] = ()
     if load_format != "dummy":
-        tensors = {name: stored.info for name, stored in stored_tensors(folder).items()}
+        files = tuple(name for name in draft_files if (folder / name).is_file())
+        stored = _standard_tensors(folder) if files else stored_tensors(folder)
+        tensors = {name: each.info for name, each in stored.items()}
     return Checkpoint(
         path=str(folder),
         revision=revision,
         config=_json(folder / "config.json"),
         tensors=tensors,
+        files=files,
         tokenizer_size=None if ids is None else len(ids),
         tokenizer_fingerprint=None if ids is None else _fingerprint(ids),
         generation=_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {},
@@ -159,8 +190,12 @@ def target_features(config: Mapping[str, Any], *, recurrent: bool | None = None)
     return frozenset(features)
 
 
-def build_facts(model_path: str, options: EngineOptions, *, elsewhere: bool = False) -> Facts:
+def build_facts(
+    model_path: str, options: EngineOptions, *, draft_files: Iterable[str] = (), elsewhere: bool = False
+) -> Facts:
     """Gather the facts for MODEL, as the user wrote it, and the draft that `options` name.
+
+    `draft_files`: `Registry.draft_files`.
 
     MODEL becomes a local folder first (`local_model`): read it from ``.target.path``. A model that the
     engine cannot run, or an option it cannot honour, is a `UserError`; no weight is read. `elsewhere`: for
@@ -176,7 +211,7 @@ def build_facts(model_path: str, options: EngineOptions, *, elsewhere: bool = Fa
     longest, recurrent = _runnable(target, options.trust_remote_code)
     if options.context_length is not None and options.context_length > longest:
         raise UserError(f"--context-length {options.context_length}: MODEL allows 2 to {longest}; give a smaller one")
-    return facts_of(target, options, recurrent=recurrent, elsewhere=elsewhere)
+    return facts_of(target, options, draft_files=draft_files, recurrent=recurrent, elsewhere=elsewhere)
 
 
 def _in_decoder(config: Mapping[str, Any]) -> bool:
@@ -208,19 +243,20 @@ def facts_of(
     target: Checkpoint,
     options: EngineOptions,
     *,
+    draft_files: Iterable[str] = (),
     recurrent: bool | None = None,
     at_hand: tuple[str, str] | None = None,
     elsewhere: bool = False,
 ) -> Facts:
     """Gather the facts for a target whose checkpoint is read. Device, dtype and backend become concrete words.
 
-    `recurrent`: as for `target_features`. `at_hand`: device and dtype of a model that is loaded already, which
-    ``auto`` then means. `elsewhere`: as for `build_facts`.
+    `draft_files`, `elsewhere`: as for `build_facts`. `recurrent`: as for `target_features`. `at_hand`: device and dtype
+    of a model that is loaded already, which ``auto`` then means.
     """
     draft, difference = None, None
     draft_path, draft_revision = options.speculative_draft_model_path, options.speculative_draft_model_revision
     if draft_path is not None:
-        draft = _read_draft(draft_path, options)
+        draft = _read_draft(draft_path, options, tuple(draft_files))
         if target.path and draft.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
             difference = first_vocab_difference(target.path, draft.path)
     elif draft_revision is not None:
@@ -242,7 +278,7 @@ def facts_of(
     )
 
 
-def _read_draft(path: str, options: EngineOptions) -> Checkpoint:
+def _read_draft(path: str, options: EngineOptions, draft_files: tuple[str, ...]) -> Checkpoint:
     revision, load_format = options.speculative_draft_model_revision, options.speculative_draft_load_format
     folder = local_model(
         path,
@@ -250,8 +286,15 @@ def _read_draft(path: str, options: EngineOptions) -> Checkpoint:
         option="--speculative-draft-model-path",
         needs_tokenizer=False,  # a draft head often comes without: it speaks the target's vocabulary
         needs_weights=load_format != "dummy",
+        further=draft_files,
     )
-    return read_checkpoint(str(folder), revision, trust_remote_code=options.trust_remote_code, load_format=load_format)
+    return read_checkpoint(
+        str(folder),
+        revision,
+        trust_remote_code=options.trust_remote_code,
+        load_format=load_format,
+        draft_files=draft_files,
+    )
 
 
 def _as_loaded(options: EngineOptions, at_hand: tuple[str, str] | None) -> EngineOptions:
@@ -298,7 +341,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
 
 
 def _headers(file: Path) -> dict[str, StoredTensor]:
-    infos = _bin_headers(file) if file.suffix == ".bin" else _safetensors_headers(file)
+    infos = _bin_headers(file) if file.suffix in PICKLED else _safetensors_headers(file)
     return {name: StoredTensor(file, info) for name, info in infos.items()}
 
 
@@ -325,7 +368,8 @@ def _bin_headers(file: Path) -> dict[str, TensorInfo]:
         stored = torch.load(file, map_location="meta", weights_only=True)
     except Exception as error:  # whatever unpickling a damaged or refused file raises
         raise UserError(f"{file} cannot be read as PyTorch weights: {reason(error)}") from error
-    tensors = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
+    entries = stored.items() if isinstance(stored, dict) else ()
+    tensors = {name: value for name, value in entries if isinstance(value, torch.Tensor)}
     if not tensors:
         raise UserError(f"{file} holds no tensors at its top level; a state dict is needed")
     return {

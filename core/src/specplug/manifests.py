@@ -10,6 +10,7 @@ import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
 from specplug.distributions import POLICIES
+from specplug.draft_files import name_faults
 from specplug.hookspecs import PROJECT, Hooks
 from specplug.names import fold
 from specplug.spec import AlgorithmSpec
@@ -121,6 +122,8 @@ def _check_spec(spec: AlgorithmSpec) -> None:
             raise ManifestError(f"{spec.name!r} uses the word {word!r}, which is reserved")
     if words & no_values:
         raise ManifestError(f"{spec.name!r} lists {_words(words & no_values)} as a name and as no value")
+    for fault in name_faults(spec):
+        raise ManifestError(fault)
     for text in spec.requires:
         try:
             Requirement(text)

@@ -5,17 +5,21 @@ is what happens.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specplug.adaptive.depths import SWITCH, Depths, Request
 from specplug.adaptive.settle import Adapted, adapt
+from specplug.draft_files import own_draft
 from specplug.errors import RefusedError, UserError
+from specplug.generation import FILE, objection, sampling_defaults, spelt
 from specplug.names import fold
+from specplug.plans import ask, bug, check_features, sentence
 from specplug.resolve import resolve
 from specplug.settings import answers_of, flag, is_reserved, settle, shown
 from specplug.spec import (
+    Checkpoint,
     DraftPlan,
     Facts,
     Problem,
@@ -23,7 +27,6 @@ from specplug.spec import (
     RunInfo,
     Setting,
     SpecConfig,
-    TapRequest,
 )
 
 if TYPE_CHECKING:
@@ -31,14 +34,6 @@ if TYPE_CHECKING:
 
 NONE = "none"
 """The reserved word for plain decoding."""
-
-_FEATURES = {
-    "rollback": "taking back the KV of rejected drafts, which a target with recurrent state cannot",
-    "tree_verify": "verifying several branches at once",
-    "taps": "reading hidden states of the target",
-    "own_kv": "keeping KV of the drafter's own on the target's pages",
-    "read_kv": "reading the target's KV",
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,8 @@ class Run:
     warnings: tuple[Problem, ...]
     depths: Depths | None = None
     """What an adaptive run may choose from; `plan` is that of the deepest. None where the depth is fixed."""
+    draft: Checkpoint | None = None
+    """The draft model with all the tensors that the algorithm and its parts read."""
 
     @property
     def info(self) -> RunInfo:
@@ -90,12 +87,26 @@ def plan_run(
     trace = list(resolution.trace)
     try:
         if resolution.installed is None:
-            return _plain(word, given, facts, trace, adaptive)
-        return _drafted(registry, word, resolution.installed, given, facts, trace, adaptive)
+            run = _plain(word, given, facts, trace, adaptive)
+        else:
+            run = _drafted(registry, word, resolution.installed, given, facts, trace, adaptive)
+        return _with_generation(run)
     except RefusedError as error:
         raise RefusedError(str(error), (*trace, *error.trace)) from error.__cause__
     except UserError as error:
         raise RefusedError(str(error), tuple(trace)) from error.__cause__
+
+
+def _with_generation(run: Run) -> Run:
+    """Return the run with what is to be said of the target's generation config."""
+    asked = run.facts.target.generation
+    lines, warnings = list[str](), run.warnings
+    if defaults := sampling_defaults(asked):
+        lines.append(f"{FILE}: in specplug serve, requests that leave them out get {spelt(defaults)}")
+    if found := objection(asked):
+        lines.append(f"warning: {found.message}")
+        warnings = (*warnings, found)
+    return replace(run, trace=(*run.trace, *lines), warnings=warnings)
 
 
 def _plain(word: str, given: Mapping[str, object], facts: Facts, trace: list[str], adaptive: Request | None) -> Run:
@@ -126,13 +137,15 @@ def _drafted(
     spec = installed.spec
     reserved = [field for field in spec.config_model.model_fields if is_reserved(field)]
     if reserved:
-        raise _bug(installed, f"its options {', '.join(reserved)} have names that the core keeps for itself")
-    facts = _with_planner(registry, facts, (spec.name,))
+        raise bug(installed, f"its options {', '.join(reserved)} have names that the core keeps for itself")
+    facts = _own_facts(registry, facts, (installed,))
+    if facts.draft is not None and facts.draft.files:
+        trace.append(f"draft weights: {', '.join(facts.draft.files)} of {facts.draft.path}, as {spec.name!r} asks")
     settled = settle(registry, installed, given, facts)
     trace += settled.trace
-    answer = _ask(installed, settled.config, facts)
+    answer = ask(installed, settled.config, facts)
     if isinstance(answer, Refusal):
-        raise RefusedError(f"{spec.name!r} cannot run here: {_sentence(answer.reason, answer.try_instead)}")
+        raise RefusedError(f"{spec.name!r} cannot run here: {sentence(answer.reason, answer.try_instead)}")
     adapted = Adapted(settled, answer, None, ())
     if adaptive is not None:
         adapted = adapt(
@@ -141,88 +154,26 @@ def _drafted(
             settled,
             answer,
             settle=lambda values: settle(registry, installed, values, facts),
-            ask=lambda config, depth: _ask(installed, config, facts, depth),
-            bug=lambda said: _bug(installed, said),
+            ask=lambda config, depth: ask(installed, config, facts, depth),
+            bug=lambda said: bug(installed, said),
         )
         trace += adapted.trace
     settled, answer, depths = adapted.settled, adapted.plan, adapted.depths
+    draft = _draft_read(installed, facts)
     trace.append(
         f"plan: {answer.nodes} drafts of depth {answer.depth}, {'/'.join(sorted(answer.needs.shapes))}, "
         f"{answer.bytes_fixed + answer.bytes_per_slot * facts.limits.max_running_requests} bytes"
     )
     if depths is not None:
         trace += depths.lines()
-    _check_features(installed, answer, facts)
+    check_features(installed, answer, facts)
     warnings = (*settled.warnings, *_objections(registry, installed, settled.config, answer, facts, trace))
     if adapted.warning is not None:
         trace.append(f"warning: {adapted.warning.message}")
         warnings = (*warnings, adapted.warning)
     name = spec.name
-    return Run(word, name, installed, settled.config, answer, settled.settings, facts, tuple(trace), warnings, depths)
-
-
-# --- planning and what the core checks itself ------------------------------------------------------------------------
-
-
-def _bug(installed: "Installed", said: str) -> RefusedError:
-    who = f"{installed.distribution} {installed.version}"
-    return RefusedError(f"{installed.spec.name!r} cannot be used, a fault of {who}: {said}; report it to its authors")
-
-
-def _ask(installed: "Installed", config: SpecConfig, facts: Facts, depth: int | None = None) -> DraftPlan | Refusal:
-    """Call a package's `plan`, and hold the answer to what its manifest and the contract allow."""
-    spec = installed.spec
-    try:
-        plan = spec.plan(config, facts, depth)
-    except Exception as error:
-        raise _bug(installed, f"plan raised {type(error).__name__}: {shown(str(error))}") from error
-    if isinstance(plan, Refusal):
-        return plan
-    if not isinstance(plan, DraftPlan):
-        raise _bug(installed, f"plan returned {shown(plan)}, neither a DraftPlan nor a Refusal")
-    faults = list(_faults(plan, config))
-    over = plan.needs.exceeding(spec.capabilities)
-    if over:
-        faults.insert(0, f"its plan needs more {', '.join(over)} than its manifest declares")
-    if faults:
-        raise _bug(installed, "; ".join(faults))
-    return plan
-
-
-def _faults(plan: DraftPlan, config: SpecConfig) -> Iterator[str]:
-    if plan.depth > plan.nodes or (plan.nodes > 0 and plan.depth == 0):
-        yield f"its plan drafts {plan.nodes} tokens with a longest path of {plan.depth}"
-    if config.num_draft_tokens is not None and plan.nodes >= config.num_draft_tokens:
-        yield f"its plan drafts {plan.nodes} tokens where num_draft_tokens {config.num_draft_tokens} leaves one fewer"
-    if TapRequest(at="any") in plan.needs.taps:
-        yield "its plan asks for a tap without saying which"
-    if plan.catch_up == "tokens" and plan.needs.taps:
-        yield "its plan catches up from tokens and still needs taps"
-
-
-def features_needed(plan: DraftPlan) -> tuple[str, ...]:
-    """Return the entries of `Facts.features` without which this plan cannot run."""
-    needs = plan.needs
-    wanted = {
-        "rollback": plan.nodes > 0,
-        "tree_verify": "tree" in needs.shapes,
-        "taps": bool(needs.taps),
-        "own_kv": bool(plan.kv) or "own_layers" in needs.draft_kv,
-        "read_kv": "reads_target" in needs.draft_kv,
-    }
-    return (*(name for name, needed in wanted.items() if needed), *(f"borrow:{part}" for part in sorted(needs.borrows)))
-
-
-def _check_features(installed: "Installed", plan: DraftPlan, facts: Facts) -> None:
-    missing = [name for name in features_needed(plan) if name not in facts.features]
-    if not missing:
-        return
-    why = "; ".join(f"{name} ({_FEATURES.get(name, 'sharing a module of the target')})" for name in missing)
-    has = ", ".join(sorted(facts.features)) or "nothing of the kind"
-    raise RefusedError(
-        f"{installed.spec.name!r} needs what this target and host do not offer: {why}; they offer {has}: "
-        f"choose options or an algorithm that need no more, or --speculative-algorithm {NONE}"
-    )
+    config, settings = settled.config, settled.settings
+    return Run(word, name, installed, config, answer, settings, facts, tuple(trace), warnings, depths, draft)
 
 
 def _objections(
@@ -241,7 +192,7 @@ def _objections(
         who = f"{answer.distribution} {answer.version}"
         for problem in answers_of(answer.value):
             field = f"{flag(problem.field)}: " if problem.field else ""
-            line = f"{field}{_sentence(problem.message, problem.try_instead)} ({who})"
+            line = f"{field}{sentence(problem.message, problem.try_instead)} ({who})"
             trace.append(f"{problem.severity}: {line}")
             if problem.severity == "error":
                 errors.append(line)
@@ -252,49 +203,114 @@ def _objections(
     return tuple(warnings)
 
 
-def _sentence(reason: str, try_instead: str) -> str:
-    return f"{reason}: try {try_instead}" if try_instead else reason
-
-
 # --- Facts.plan_of ---------------------------------------------------------------------------------------------------
 
 
-def _with_planner(registry: "Registry", facts: Facts, busy: tuple[str, ...]) -> Facts:
-    """Return facts whose `plan_of` plans other installed algorithms; `busy` are those being planned now."""
+class Planner:
+    """What `Facts.plan_of` and ``ctx.build`` of one algorithm ask for its parts."""
 
-    def planner(name: str, config: SpecConfig | Mapping[str, Any], depth: int | None = None) -> Run | Refusal:
-        word = fold(name)
+    def __init__(self, registry: "Registry", facts: Facts, owners: tuple["Installed", ...]) -> None:
+        """`facts`: of the algorithm, its draft as the folder holds it. `owners`: it, after those it is a part of."""
+        self._registry = registry
+        self._owners = owners
+        self.facts = facts
+        self.planned: dict[str, set[bool]] = {}
+        """For each part that was asked for: with the draft model, without it, or both."""
+        self.drafts: list[Checkpoint] = []
+        """The draft as the parts read it, theirs included."""
+
+    def plan_of(
+        self, name: str, config: SpecConfig | Mapping[str, Any], depth: int | None, draft: bool
+    ) -> DraftPlan | Refusal:
+        """See `Facts.plan_of`."""
+        self.planned.setdefault(fold(name), set()).add(draft)
+        found = self._settle(name, config, depth, draft)
+        if isinstance(found, Refusal):
+            return found.model_copy(update={"reason": f"its part {name!r}: {found.reason}"})
+        if found.draft is not None:
+            self.drafts.append(found.draft)
+        assert found.plan is not None
+        return found.plan
+
+    def part(self, name: str, config: SpecConfig | Mapping[str, Any], draft: bool) -> Run:
+        """Settle a part that is to be built; raises `RefusedError` where `plan_of` refuses, or was asked otherwise."""
+        asked = self.planned.get(fold(name), {draft})
+        if draft not in asked:
+            planned, built = ("without", "with") if draft else ("with", "without")
+            raise bug(
+                self._owners[-1],
+                f"its part {name!r} was planned {planned} the draft model and is built {built} it; "
+                "facts.plan_of and ctx.build have to be given the same draft",
+            )
+        found = self._settle(name, config, None, draft)
+        if isinstance(found, Refusal):
+            raise RefusedError(f"{name!r} cannot be a part here: {sentence(found.reason, found.try_instead)}")
+        return found
+
+    def _settle(
+        self, name: str, config: SpecConfig | Mapping[str, Any], depth: int | None, draft: bool
+    ) -> Run | Refusal:
+        word, registry = fold(name), self._registry
         installed = registry.algorithms.get(word)
         if installed is None:
             have = ", ".join(sorted(registry.algorithms)) or "nothing"
             return Refusal(reason=f"no algorithm {name!r} is installed (installed: {have})")
-        if word in busy:
-            return Refusal(reason=f"{' -> '.join((*busy, word))}: an algorithm cannot be part of itself")
-        inner = _with_planner(registry, facts, (*busy, word))
+        chain = [owner.spec.name for owner in self._owners]
+        if word in chain:
+            return Refusal(reason=f"{' -> '.join((*chain, word))}: an algorithm cannot be part of itself")
+        facts = self.facts
+        if not draft:
+            facts = facts.model_copy(update={"draft": None, "first_vocab_difference": None})
         try:
+            inner = _own_facts(registry, facts, (*self._owners, installed))
             settings: tuple[Setting, ...] = ()
             if not isinstance(config, SpecConfig):
                 settled = settle(registry, installed, config, inner)
                 config, settings = settled.config, settled.settings
-            plan = _ask(installed, config, inner, depth)
+            plan = ask(installed, config, inner, depth)
             if isinstance(plan, Refusal):
                 return plan
-            return Run(name, word, installed, config, plan, settings, inner, (), ())
+            draft_read = _draft_read(installed, inner)
+            return Run(name, word, installed, config, plan, settings, inner, (), (), draft=draft_read)
         except UserError as error:  # a combinator must be able to fall back: its `plan` never raises
             return Refusal(reason=str(error))
 
-    copy = facts.model_copy()
-    copy._planner = planner
-    return copy
+
+def _own_facts(registry: "Registry", facts: Facts, owners: tuple["Installed", ...]) -> Facts:
+    """Return the facts as the last of `owners` sees them: the draft as it reads it, and a planner for its parts."""
+    own = facts.model_copy()
+    if facts.draft is not None:
+        own = facts.model_copy(update={"draft": own_draft(facts.draft, owners[-1].spec)})
+    own._planner = Planner(registry, facts, owners)
+    return own
 
 
-def run_of(facts: Facts, name: str, config: SpecConfig | Mapping[str, Any]) -> Run:
+def _draft_read(installed: "Installed", facts: Facts) -> Checkpoint | None:
+    """Return the draft with all that an algorithm and its parts read; raises `UserError` where none can be read.
+
+    `facts`: its own, once it is planned.
+    """
+    draft, planner = facts.draft, facts._planner
+    if draft is None or draft.tensors is None:
+        return draft
+    if not draft.tensors and not planner.drafts and planner.facts.draft.files:
+        raise UserError(
+            f"--speculative-draft-model-path {draft.path}: {installed.spec.name!r} reads nothing of its "
+            f"{', '.join(planner.facts.draft.files)}, and there is no model*.safetensors or pytorch_model*.bin: "
+            "give a draft of this algorithm, or choose the one that these weights are for"
+        )
+    tensors = dict(draft.tensors)
+    for part in planner.drafts:
+        tensors.update(part.tensors or {})
+    return draft.model_copy(update={"tensors": tensors})
+
+
+def run_of(facts: Facts, name: str, config: SpecConfig | Mapping[str, Any], *, draft: bool = True) -> Run:
     """Settle another installed algorithm as `Facts.plan_of` does; raises `RefusedError` where that refuses."""
-    planned = facts._planner(name, config, None) if facts._planner is not None else facts.plan_of(name, config)
-    if isinstance(planned, Refusal):
-        raise RefusedError(f"{name!r} cannot be a part here: {_sentence(planned.reason, planned.try_instead)}")
-    assert isinstance(planned, Run)
-    return planned
+    if facts._planner is None:
+        raise RefusedError(f"{name!r} cannot be a part here: no registry can plan it")
+    run: Run = facts._planner.part(name, config, draft)
+    return run
 
 
 # --- the heavy half --------------------------------------------------------------------------------------------------

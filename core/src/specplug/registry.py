@@ -125,6 +125,11 @@ class Registry:
         }
 
     @property
+    def draft_files(self) -> tuple[str, ...]:
+        """The weight files that algorithms which can be selected name in their `draft_files`, sorted. Loads."""
+        return tuple(sorted({name for each in self.algorithms.values() for name in each.spec.draft_files}))
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """One line for each unreadable distribution, each plugin that failed and each clash."""
         failed = {
@@ -185,7 +190,8 @@ class Registry:
     def require(self, requirements: Iterable[str], *, option: str = "--require") -> None:
         """Raise `UserError` unless each requirement, such as ``"some-plugin>=1.2"``, is an installed and sound plugin.
 
-        `option` is what the message calls the place they come from. Loads.
+        A requirement on the core itself is one on its version. `option` is what the message calls the place
+        they come from. Loads.
         """
         for text in requirements:
             why = self._missing(text)
@@ -337,9 +343,14 @@ class Registry:
             return 'not a requirement; write a package and a range, such as "some-plugin>=1.2"'
         if need.marker is not None and not need.marker.evaluate():
             return None
+        if need.extras:
+            extras = ",".join(sorted(need.extras))
+            return f"what the extra [{extras}] brings is not checked; leave [{extras}] out"
         if why := unmet(text, self._found):
             return why
         name = fold(need.name)
+        if name == CORE:
+            return None
         found = self._found.get(name)
         if found is None or not found.entry_points:
             return f"{name} is installed, but offers no plugin for specplug"

@@ -84,8 +84,11 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
-    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
-    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    # Whether a bound that was declared as 1 is 1 or 1.0 here depends on the version of pydantic.
+    low, above, high, below = (
+        int(bound) if isinstance(bound, float) and bound.is_integer() else bound for bound in map(schema.get, names)
+    )
     if low is not None and high is not None:
         return f" from {low} to {high}"
     lower = f"at least {low}" if low is not None else f"above {above}" if above is not None else ""

@@ -104,6 +104,9 @@ class Checkpoint(Frozen):
     config: Mapping[str, Any] = Field(default_factory=dict)
     tensors: Mapping[str, TensorInfo] | None = None
     """Name -> dtype and shape; None under load format `dummy`, where nothing is stored."""
+    files: tuple[str, ...] = ()
+    """Weight files of a draft beside the standard ones. An algorithm's `plan` and drafter see those that it reads, and
+    their tensors among `tensors`; hooks see all that installed algorithms name in `AlgorithmSpec.draft_files`."""
     tokenizer_size: int | None = None
     tokenizer_fingerprint: str | None = None
     generation: Mapping[str, Any] = Field(default_factory=dict)
@@ -135,8 +138,8 @@ class Facts(Frozen):
     first_vocab_difference: tuple[int, str, str] | None = None
     """None, or (id, target's token, draft's token) of the first id on which the vocabularies differ."""
 
-    _planner: "Callable[[str, SpecConfig | Mapping[str, Any], int | None], Any] | None" = PrivateAttr(None)
-    # Settles another algorithm: a planning.Run, or a Refusal.
+    _planner: Any = PrivateAttr(None)
+    # A planning.Planner, which settles other algorithms; set while a run is planned, and kept for its drafter.
 
     @classmethod
     def empty(cls) -> "Facts":
@@ -144,13 +147,21 @@ class Facts(Frozen):
         return cls(target=Checkpoint(tensors={}))
 
     def plan_of(
-        self, name: str, config: "SpecConfig | Mapping[str, Any]", depth: int | None = None
+        self,
+        name: str,
+        config: "SpecConfig | Mapping[str, Any]",
+        depth: int | None = None,
+        *,
+        draft: bool = True,
     ) -> "DraftPlan | Refusal":
-        """Plan another installed algorithm for the same models, as `AlgorithmSpec.plan`; to combine drafters."""
+        """Plan another installed algorithm for the same models, as `AlgorithmSpec.plan`; to combine drafters.
+
+        `draft`: whether this part is given the run's draft model; without, it is planned as if there were none, and
+        ``ctx.build`` must be told the same. A refusal names the part: `combined_plan` takes it as it is.
+        """
         if self._planner is None:
             return Refusal(reason=f"no registry here can plan {name!r}")
-        answer = self._planner(name, config, depth)
-        found: DraftPlan | Refusal = answer if isinstance(answer, Refusal) else answer.plan
+        found: DraftPlan | Refusal = self._planner.plan_of(name, config, depth, draft)
         return found
 
 
@@ -249,6 +260,10 @@ class AlgorithmSpec(Frozen):
     """plan(config, facts, depth): pure, torch-free, never raises. depth is None or a candidate."""
     drafter: str
     """``package.module:Class``, imported only when this algorithm is selected."""
+    draft_files: tuple[str, ...] = ()
+    """Weight files (``.safetensors``, or ``.pt`` and ``.bin``, of which tensors alone are read) that it reads of a
+    draft's folder beside ``model*.safetensors`` or ``pytorch_model*.bin``, or in their absence. Of those that differ in
+    the suffix only, the first that is there; a tensor that two files hold is refused."""
     requires: tuple[str, ...] = ()
     """PEP 508 requirements; one that is not met lists the algorithm as unusable, with why."""
 
@@ -323,9 +338,14 @@ class StepStats:
 class Observer(Protocol):
     """Told of finished steps; an exception is logged and the observer dropped."""
 
-    def on_step(self, stats: StepStats) -> None: ...
-    def on_finish(self, request_id: str, ledger: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def on_step(self, stats: StepStats) -> None:
+        """Take the numbers of one step, whose tokens are committed; the engine waits until this returns."""
+
+    def on_finish(self, request_id: str, ledger: Mapping[str, Any]) -> None:
+        """Take the ledger's report of a request that ended, once for each of its choices; why it ended is not told."""
+
+    def close(self) -> None:
+        """Give back what is held; called once, when the engine closes, and not after an exception."""
 
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})

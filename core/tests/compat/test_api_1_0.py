@@ -23,6 +23,35 @@ DIGEST = "6f3f9ce817979e6432d8bc4d9f1d6ed47799305a1a50597ed6b5a78c666b2a01"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
+PARTS = """
+from specplug import AlgorithmSpec, Capabilities, SpecConfig, TapRequest, combined_plan, hookimpl
+
+def plan(config, facts, depth):
+    return combined_plan(
+        facts.plan_of("frozen-host", {}, depth, draft=False), facts.plan_of("frozen-device", {}, depth)
+    )
+
+@hookimpl
+def specplug_algorithms():
+    most = Capabilities(
+        shapes={"chain", "tree"}, proposal_probs="dense", runs_on={"host", "device"}, taps=(TapRequest(at="any"),),
+        draft_kv={"own_layers"}, borrows={"embed_tokens", "lm_head"}, variable_depth=True, graph_safe=True,
+    )
+    return [AlgorithmSpec(
+        name="parts", api=(1, 0), summary="both", capabilities=most, config_model=SpecConfig, plan=plan,
+        drafter="frozen_parts.drafter:Parts",
+    )]
+"""
+PARTS_DRAFTER = """
+from specplug import CombinedDrafter
+
+class Parts(CombinedDrafter):
+    def __init__(self, config, plan, ctx):
+        super().__init__(config, plan, ctx)
+        self.parts = [ctx.build("frozen-host", {}, draft=False), ctx.build("frozen-device", {})]
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _importable() -> Iterator[None]:
     sys.path.insert(0, str(PACKAGE))
@@ -109,6 +138,25 @@ def test_its_hooks_are_asked(registry: Registry, tmp_path: Path) -> None:
     ):
         with pytest.raises(RefusedError, match=says):
             Engine(target, algorithm=word, config=config, registry=registry)
+
+
+def test_it_can_be_part_of_todays_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One refuses a draft and one needs it: the combinator says which is given it."""
+    site, target = tmp_path / "site", decoder_target(1, folder=tmp_path / "target")
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    make_draft(tmp_path / "target", draft, 0)
+    (site / "frozen_parts").mkdir(parents=True)
+    (site / "frozen_parts" / "__init__.py").write_text(PARTS)
+    (site / "frozen_parts" / "drafter.py").write_text(PARTS_DRAFTER)
+    write_distribution(site, "frozen-parts", {"parts": "frozen_parts"})
+    monkeypatch.syspath_prepend(str(site))
+    registry = Registry.discover(path=write_metadata(site), environ={})
+    with Engine(target, algorithm="parts", registry=registry, speculative_draft_model_path=str(draft)) as engine:
+        results = engine.generate(PROMPTS, GREEDY)
+    with Engine(target) as plain:
+        assert [result.ids for result in results] == [result.ids for result in plain.generate(PROMPTS, GREEDY)]
+    assert sum(result.ledger["drafted"] for result in results) > 0
 
 
 @pytest.mark.parametrize(("api", "works"), [((1, 0), True), ((1, 7), True), ((2, 0), False), ((0, 9), False)])

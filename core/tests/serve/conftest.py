@@ -227,7 +227,8 @@ class Server:
 
     def __init__(self, model: Path, site: Path, *args: object, environ: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "specplug", "serve", str(model), "--port", "0", *map(str, args)]
-        env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environ or {})}
+        path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environ or {})}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.lines: list[str] = []
         assert self.process.stderr is not None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from specplug.sampling import SamplingParams
 from specplug.serve.app import make_app
+from specplug.serve.options import ServeOptions
+from specplug.serve.service import Service
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"prompt": "hello"}
@@ -233,6 +237,9 @@ def test_a_fault_names_its_field(fake: Any, kind: str, change: Any, param: str) 
         assert error["type"] == "invalid_request_error"
         assert param.rpartition(".")[2].rpartition("]")[2] in error["message"]
         assert "\n" not in error["message"]
+        assert error["code"]
+        if param not in SamplingParams.model_fields:  # whose errors Python callers read too
+            assert "True" not in error["message"]  # as the client wrote it
         assert not client.asked
         assert b'requests_refused_total{algorithm="scripted",model="tiny",status="400"} 1.0' in service.metrics.text()
 
@@ -271,6 +278,28 @@ def test_null_and_default_values_are_accepted(fake: Any) -> None:
         assert (await post(service, "/v1/completions", TEXT | every)).status_code == 200
 
     # The scripted engine knows one choice only; that two were asked for is what counts here.
+    run(scene())
+
+
+def test_what_the_checkpoint_says_stands_in_for_what_is_left_out(fake: Any) -> None:
+    async def scene() -> None:
+        client, service = fake(sampling_defaults="model")
+        defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+        client.info = replace(client.info, sampling_defaults=defaults)
+        told = Service(client, service.options)
+        for body in (
+            TEXT,
+            TEXT | {"temperature": None, "top_k": 0},
+            TEXT | {"temperature": 0, "repetition_penalty": 1},
+        ):
+            assert (await post(told, "/v1/completions", body)).status_code == 200
+        seen = [(params.temperature, params.top_k, params.repetition_penalty) for _, params, _ in client.asked]
+        assert seen == [(0.6, 20, 1.1), (0.6, 0, 1.1), (0.0, 20, 1.0)]
+        assert (await call(told, "GET", "/server_info")).json()["sampling_defaults"] == defaults
+        openai = Service(client, ServeOptions(sampling_defaults="openai"))
+        assert (await post(openai, "/v1/completions", TEXT)).status_code == 200
+        assert (client.asked[-1][1].temperature, client.asked[-1][1].top_k) == (1.0, 0)
+
     run(scene())
 
 
@@ -335,6 +364,7 @@ def test_unknown_paths_methods_and_models(fake: Any) -> None:
             response = await call(service, method, path)
             assert response.status_code == status
             assert response.json()["error"]["code"]
+            assert path.removeprefix("/v1/models/") in response.json()["error"]["message"]
         response = await post(service, "/v1/completions", TEXT | {"model": "gpt-5"})
         assert (response.status_code, response.json()["error"]["param"]) == (404, "model")
         assert (await post(service, "/v1/completions", TEXT | {"model": "tiny"})).status_code == 200
@@ -353,6 +383,8 @@ def test_key(fake: Any) -> None:
                 response = await call(service, "GET", path, headers=header)
                 assert response.status_code == 401, path
                 assert response.json()["error"]["code"] == "invalid_api_key"
+        refused = b'requests_refused_total{algorithm="scripted",model="tiny",status="401"} 20.0'
+        assert refused in service.metrics.text()
         for path in ("/", "/health"):
             assert (await call(service, "GET", path)).status_code == 200
         response = await call(service, "GET", "/v1/models", headers={"Authorization": "Bearer key"})

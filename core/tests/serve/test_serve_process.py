@@ -64,6 +64,7 @@ def streamed(url: str, body: Any, started: threading.Event | None = None, stop_a
         (["--port", "x"], "--port x"),
         (["--request-timeout", "0"], "--request-timeout 0"),
         (["--max-body-bytes", "1"], "--max-body-bytes 1"),
+        (["--sampling-defaults", "vllm"], "--sampling-defaults vllm"),
         (["--api-key", " "], "--api-key"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         (["--speculative-algorithm", "nothing-like-it"], "nothing-like-it"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from specplug.runtime.ledger import Ledger
+from specplug.serve import guard
 from specplug.serve.errors import public
 from specplug.serve.fields import body_schema
+from specplug.serve.histogram import Histogram
 from specplug.serve.metrics import INTERVAL, Metrics, Window
 from specplug.serve.options import ServeOptions
 from specplug.serve.protocol import Counters, Snapshot
@@ -71,6 +75,65 @@ def test_a_drafters_own_counts_are_shown_where_they_are_numbers(fake: Any) -> No
     text = metrics.text().decode()
     assert 'specplug:drafter{algorithm="scripted",model="tiny",name="hits"} 2.0' in text
     assert not re.search(r" NaN", text, re.IGNORECASE)
+
+
+def test_what_is_scraped_is_valid_from_the_first_time_on(fake: Any) -> None:
+    import asyncio
+
+    async def scene() -> Metrics:
+        return fake()[1].metrics
+
+    metrics = asyncio.run(scene())
+    names = []
+    for act in (
+        lambda: None,
+        lambda: metrics.read(snapshot()),
+        lambda: metrics.first_token.observe(0.3),
+        lambda: metrics.generated(3, "stop"),
+    ):
+        act()
+        families = list(text_string_to_metric_families(metrics.text().decode()))
+        found = [family.name for family in families]
+        assert len(found) == len(set(found))
+        assert all(family.documentation for family in families)
+        assert not [sample for family in families for sample in family.samples if math.isnan(sample.value)]
+        assert {"specplug:up", "specplug:generation_tokens", "specplug:time_to_first_token_seconds"} <= set(found)
+        names.append(set(found))
+    assert names[1] == names[3]
+
+
+def test_a_histogram_is_what_the_library_makes() -> None:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client import Histogram as Theirs
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    bounds, labels = (0.001, 0.25, 1.0, 30.0), (("model", "m"), ("algorithm", "none"))
+    mine, registry = Histogram("specplug:x_seconds", "About.", labels, bounds), CollectorRegistry()
+    theirs = Theirs("specplug:x_seconds", "About.", [name for name, _ in labels], buckets=bounds, registry=registry)
+    for value, times in ((0.0005, 1), (0.001, 2), (0.0010001, 3), (1.0, 1), (29.0, 5), (1e9, 2)):
+        mine.observe(value, times)
+        for _ in range(times):
+            theirs.labels("m", "none").observe(value)
+
+    class Mine:
+        def collect(self) -> Any:
+            yield mine.family()
+
+    other: Any = CollectorRegistry()
+    other.register(Mine())
+
+    def lines(of: Any) -> list[str]:
+        return [line for line in generate_latest(of).decode().splitlines() if "_created" not in line]
+
+    assert lines(other) == lines(registry)
+
+
+def test_a_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda *both: seen.append(both) or False)
+    made = guard.Guard(None, "key", 1, lambda status: None)  # type: ignore[arg-type]
+    assert not made._knows(b"Bearer key")  # it has no other way to find out
+    assert seen == [(b"key", b"key")]
 
 
 @pytest.mark.parametrize("page", ["how-to/grafana-dashboard.json", "how-to/serve.md", "reference/server.md"])

@@ -305,9 +305,10 @@ def test_a_mask_of_its_own(lab: Any, tmp_path: Path) -> None:
         harness = lab.harness("dflash", folder)
         found.append(harness.propose(harness.play(0, TEXT, 12, [12]))[0])
     assert found[0] == found[1]
-    torch.save({"embedding": row[:5]}, own / "mask_embedding.pt")
-    with pytest.raises(UserError, match="no 'embedding' of 32 numbers"):
-        lab.engine("dflash", own)
+    for stored in ({"embedding": row[:5]}, {"row": row}):
+        torch.save(stored, own / "mask_embedding.pt")
+        with pytest.raises(UserError, match=r"mask_embedding\.pt holds no 'embedding' of 32 numbers: remove the file"):
+            lab.engine("dflash", own)
 
 
 def test_a_tensor_that_nobody_asked_for_is_refused(lab: Any, tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specplug import Engine, Facts
+from specplug import Engine
 from specplug.testing import Bench, Harness
+from specplug.testing.setup import Run, plan_run
 from specplug.testing.targets import decoder_target
 
 # pytest imports test files by path: a module that several of them share has to be found by its name.
@@ -62,15 +64,6 @@ class Subject:
         return True
 
 
-class Planned(Bench):
-    """A bench over facts that are given: nothing is read, nothing loaded."""
-
-    given: Facts
-
-    def facts(self, kind: Any = "ids") -> Facts:
-        return self.given
-
-
 @pytest.fixture(scope="session")
 def shared(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A bench whose registry all others use: what is installed is looked up once."""
@@ -91,12 +84,6 @@ def loads(models: Models, shared: Bench, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def settle(models: Models, shared: Bench) -> Callable[..., Any]:
+def settle(shared: Bench) -> Callable[..., Run]:
     """``settle(word, given, facts)``: the run that these words and options mean, as the commands settle it."""
-
-    def settled(word: str, given: Mapping[str, Any], facts: Facts) -> Any:
-        bench = Planned(Subject(models, word, Head({}), given, False), models.folder)
-        bench.registry, bench.given = shared.registry, facts
-        return bench.run()
-
-    return settled
+    return partial(plan_run, shared.registry)

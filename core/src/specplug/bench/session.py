@@ -17,21 +17,24 @@ from rich.progress import Progress
 
 from specplug.bench import table
 from specplug.bench.baseline import transformers_columns
-from specplug.bench.check import TextCheck, check_texts
-from specplug.bench.columns import ColumnSpec
+from specplug.bench.check import TIES, TextCheck, check_gate, check_texts
+from specplug.bench.columns import DRAFT_PATH, PER_COLUMN, ColumnSpec
 from specplug.bench.compare import compare
 from specplug.bench.figures import figures
 from specplug.bench.floor import Floor, floor_of
+from specplug.bench.gate import Gate, TextChanges, check_asked, check_planned, host_warning, judge
 from specplug.bench.host import QUIET_LOAD, describe, load_average
+from specplug.bench.identity import answer_rows, model_fingerprint, prompts_fingerprint
 from specplug.bench.measure import Column, EngineColumn
 from specplug.bench.plot import check_plot, draw
+from specplug.bench.settle import settle_columns
 from specplug.bench.workload import Source, random_sources, split
-from specplug.errors import RefusedError, UserError
-from specplug.facts import facts_of, read_checkpoint
+from specplug.errors import UserError
+from specplug.facts import read_checkpoint
 from specplug.models.store import local_model
 from specplug.models.target import Target, load_target
 from specplug.options import EngineOptions
-from specplug.planning import NONE, Run, plan_run
+from specplug.planning import NONE, Run
 from specplug.registry import Registry
 from specplug.runtime.engine import Engine
 from specplug.runtime.memory import device_memory, fair_fraction
@@ -63,17 +66,25 @@ class Job:
     plot_path: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     """What the report says of the prompts."""
+    gate: Gate | None = None
 
 
 def run(job: Job, registry: Registry) -> int:
-    """Run it and return the exit code: 0, or 1 if a column's text differs by more than a tie."""
+    """Run it and return the exit code: 0, or 1 if a column's text differs by more than a tie or the gate is shut."""
     for option, path in (("--json", job.json_path), ("--plot", job.plot_path)):
         if path is not None and path != "-":
             _check_writable(option, path)
     if job.plot_path is not None:
         check_plot(job.plot_path)
     sampling = validated(SamplingParams, job.sampling, option_of)
+    prompts = _prompts(job)
+    if job.gate is not None:
+        check_asked(job.gate, [column.label for column in job.columns], job.sizes, prompts)
     checkpoint, runs = _plan(job, registry)
+    dtype, device = next(iter(runs.values())).facts.dtype, next(iter(runs.values())).facts.device
+    model = {"name": job.model, "fingerprint": model_fingerprint(checkpoint), "dtype": dtype, "device": device}
+    if job.gate is not None:
+        check_planned(job.gate, model, {label: run.algorithm for label, run in runs.items()})
     out = table.console(stderr=job.json_path == "-")
     load = load_average()
     out.print(f"load average {load:.2f} on {os.cpu_count()} cores", highlight=False)
@@ -82,7 +93,8 @@ def run(job: Job, registry: Registry) -> int:
     used = {run.installed.distribution: run.installed.version for run in runs.values() if run.installed}
     lossy = bool(job.options.lossy)
     report: dict[str, Any] = {"host": describe(used), "lossy": lossy, "notes": []}
-    dtype, device = next(iter(runs.values())).facts.dtype, next(iter(runs.values())).facts.device
+    if job.gate is not None and (warning := host_warning(job.gate, report["host"])):
+        _say(f"warning: {warning}")
     target = load_target(
         Path(checkpoint.path),
         checkpoint,
@@ -97,24 +109,35 @@ def run(job: Job, registry: Registry) -> int:
     if isinstance(floor, str):
         out.print(f"floor {floor}", highlight=False)
     baselines, notes = transformers_columns(target, job.options, dtype, device) if job.transformers else ([], [])
-    report["model"] = {"name": job.model, "dtype": dtype, "device": device}
-    report["prompts"] = {**job.about, "count": len(sources), "seed": job.seed, "repeat": job.repeat, **job.sampling}
+    report["model"] = model
+    report["prompts"] = prompts
     report["floor"] = floor.report() if isinstance(floor, Floor) else {"unknown": floor}
-    report["columns"] = {label: _described(run, job.options) for label, run in runs.items()}
+    report["columns"] = {
+        column.label: _described(runs[column.label], column.engine_options(job.options)) for column in job.columns
+    }
     report["batches"] = []
     faults = 0
+    changes: list[TextChanges] = []
     for size in job.sizes:
         at_size = _Size(job, registry, target, sources, size, dtype, sampling.greedy)
-        found, texts = at_size.measure(baselines, notes, floor if isinstance(floor, Floor) else None)
+        measured = at_size.measure(baselines, notes, floor if isinstance(floor, Floor) else None)
+        found, texts = measured.figures, measured.texts
         table.show(out, size, found, texts, "LOSSY, synthetic acceptance: " if lossy else "")
         for label, text in texts.items():
             found[label]["text"] = text.report()
             faults += text.faults
-        report["batches"].append({"size": size, "columns": found})
+        report["batches"].append({"size": size, "columns": found, "answers": measured.answers})
+        if measured.changes is not None:
+            changes.append(measured.changes)
     for line in dict.fromkeys(notes):
         out.print(line, highlight=False, markup=False)
     report["notes"] = list(dict.fromkeys(notes))
     report["host"]["load_average_after"] = load_average()
+    worse: tuple[str, ...] = ()
+    if job.gate is not None:
+        verdict = judge(job.gate, report, changes, None if dtype == "float32" else TIES[dtype])
+        report["gate"], worse = verdict.report(job.gate), verdict.worse
+        out.print(verdict.summary(job.gate), highlight=False, markup=False, soft_wrap=True)
     if job.json_path is not None:
         _write_json(job.json_path, report)
     if job.plot_path is not None:
@@ -122,7 +145,9 @@ def run(job: Job, registry: Registry) -> int:
         draw(job.plot_path, title, {each["size"]: each["columns"] for each in report["batches"]})
     if faults:
         _say(f"error: {faults} answers differ from those of {job.columns[0].label!r} by more than a tie (table: text)")
-    return 1 if faults else 0
+    for line in worse:
+        _say(f"gate: {line}")
+    return 1 if faults or worse else 0
 
 
 # --- before anything is loaded -------------------------------------------------------------------------------------
@@ -132,6 +157,14 @@ def _check_writable(option: str, path: str) -> None:
     place = Path(path)
     if place.is_dir() or not place.parent.is_dir() or not os.access(place if place.exists() else place.parent, os.W_OK):
         raise UserError(f"{option} {path}: cannot be written there: give a file name in a folder that exists")
+
+
+def _prompts(job: Job) -> dict[str, Any]:
+    """Return what the report says of the prompts."""
+    count = len(job.sources) or job.count
+    fingerprint = prompts_fingerprint(job.sources)
+    about = {"fingerprint": fingerprint, "count": count, "seed": job.seed, "repeat": job.repeat}
+    return {**job.about, **about, **job.sampling}
 
 
 def _plan(job: Job, registry: Registry) -> tuple[Checkpoint, dict[str, Run]]:
@@ -147,18 +180,13 @@ def _plan(job: Job, registry: Registry) -> tuple[Checkpoint, dict[str, Run]]:
         trust_remote_code=options.trust_remote_code,
         load_format=options.load_format,
     )
-    facts = facts_of(checkpoint, _sized(options, max(job.sizes)))
-    runs = {}
-    for column in job.columns:
-        try:
-            runs[column.label] = plan_run(registry, column.algorithm, column.config, facts)
-        except RefusedError as error:
-            raise RefusedError(f"--algorithms {column.label}: {error}", error.trace) from None
-        if runs[column.label].algorithm != NONE:
-            for warning in runs[column.label].warnings:
-                _say(f"warning: {column.label}: {warning.message}")
+    runs = settle_columns(registry, job.columns, checkpoint, _sized(options, max(job.sizes)))
+    for label, run in runs.items():
+        for warning in run.warnings if run.algorithm != NONE else ():
+            _say(f"warning: {label}: {warning.message}")
     draft = options.speculative_draft_model_path
-    if draft and not job.transformers and all(run.algorithm == NONE for run in runs.values()):
+    takers = [column for column in job.columns if DRAFT_PATH not in column.options]
+    if draft and not job.transformers and all(runs[column.label].algorithm == NONE for column in takers):
         _say(f"warning: the draft model {draft} is not used by any column")
     return checkpoint, runs
 
@@ -184,6 +212,18 @@ def _random(job: Job, target: Target) -> list[Source]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Measured:
+    """What came of one batch size."""
+
+    figures: dict[str, dict[str, Any]]
+    texts: dict[str, TextCheck]
+    answers: list[dict[str, Any]]
+    """`specplug.bench.identity.answer_rows`."""
+    changes: TextChanges | None
+    """Against the gate's baseline; None without a gate."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Size:
     """The comparison at one batch size."""
 
@@ -195,27 +235,24 @@ class _Size:
     dtype: str
     greedy: bool
 
-    def measure(
-        self, baselines: Sequence[Column], notes: list[str], floor: Floor | None
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, TextCheck]]:
-        """Return every column's figures and text check."""
+    def measure(self, baselines: Sequence[Column], notes: list[str], floor: Floor | None) -> _Measured:
+        """Return every column's figures, text check and answers."""
         job, size = self.job, self.size
         batches, left = split(self.sources, size)
         if left:
             notes.append(f"batch {size}: the last {left} prompts are left out, they fill no batch")
-        chosen = _sized(job.options, size)
-        options = {name: getattr(chosen, name) for name in chosen.model_fields_set}
-        options["max_running_requests"] = chosen.max_running_requests
         with ExitStack() as stack:
             engines = {}
             for at, column in enumerate(job.columns):
-                shared = self._share(len(job.columns) - at)
+                chosen = _sized(column.engine_options(job.options), size)
+                options = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+                options["max_running_requests"] = chosen.max_running_requests
                 engine = Engine(
                     self.target,
                     algorithm=column.algorithm,
                     config=column.config,
                     registry=self.registry,
-                    **options | shared,
+                    **options | self._share(len(job.columns) - at),
                 )
                 engines[column.label] = stack.enter_context(engine)
             columns: list[Column] = [EngineColumn(label, engine) for label, engine in engines.items()]
@@ -238,12 +275,14 @@ class _Size:
                 )
             lead = engines[job.columns[0].label]
             texts = check_texts(runs, lead, job.sampling, self.dtype, self._not_comparable())
+            answers = answer_rows(runs)
+            changes = None if job.gate is None else check_gate(job.gate, size, runs, answers, lead, job.sampling)
             found = figures(runs, floor)
             for label, engine in engines.items():
                 report = engine.report()
                 found[label] |= {name: report[name] for name in ("alarm", "preemptions", "drafter")}
                 found[label]["pages"] = engine.pages
-        return found, texts
+        return _Measured(found, texts, answers, changes)
 
     def _share(self, engines: int) -> dict[str, float]:
         """Return the option by which the next of `engines` leaves as much of a device's memory to each that follows."""
@@ -264,7 +303,10 @@ class _Size:
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Any]:
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:  # a bar that is switched off leaves an empty line, up to rich 13
+        yield lambda: None
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 
@@ -280,6 +322,7 @@ def _described(run: Run, options: EngineOptions) -> dict[str, Any]:
         "algorithm": run.algorithm,
         "distribution": run.installed.distribution if run.installed else None,
         "version": run.installed.version if run.installed else None,
+        "options": {name: getattr(options, name) for name in PER_COLUMN if name in options.model_fields_set},
         "settings": {
             setting.field: {"value": setting.value, "source": setting.source, "because": setting.because}
             for setting in run.settings

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specplug.bench.columns import ColumnSpec, parse_columns
+from specplug.bench.gate import FLOOR, SLACK, open_gate
 from specplug.bench.workload import Source, from_conversations
 from specplug.cli.flags import speculative_command
 from specplug.cli.prompts import read_prompts
@@ -58,6 +59,20 @@ def register(app: typer.Typer, registry: "Registry") -> None:
         json_file: Annotated[
             str | None, typer.Option("--json", metavar="FILE|-", help="write everything as JSON; - is the output")
         ] = None,
+        gate: Annotated[
+            str | None,
+            typer.Option(
+                "--gate", metavar="BASELINE.json", help="exit 1 if text, acceptance or speed got worse than there"
+            ),
+        ] = None,
+        gate_slack: Annotated[
+            str | None,
+            typer.Option(metavar="SHARE", help=f"by which tokens per target step may fall [default {SLACK}]"),
+        ] = None,
+        gate_floor: Annotated[
+            str | None,
+            typer.Option(metavar="RATIO", help=f"smallest speed-up over the first column [default {FLOOR}]"),
+        ] = None,
         plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="draw it; needs matplotlib")] = None,
         url: Annotated[
             str | None,
@@ -70,10 +85,19 @@ def register(app: typer.Typer, registry: "Registry") -> None:
         """Compare algorithms on MODEL: a folder, a .gguf file, a hub id, or 'demo'.
 
         The target is loaded once, and columns take turns on every batch. The first column is what speed-ups and
-        texts refer to: usually 'none', plain decoding. Exit code 1 says that a column's text differs.
+        texts refer to: usually 'none', plain decoding. Exit code 1 says that a column's text differs, or that
+        something is worse than in the report of an earlier run (--gate).
         With --url: percentiles of a server's times, --batch-sizes clients at once or --request-rate.
         """
+        for option, value in (("--gate-slack", gate_slack), ("--gate-floor", gate_floor)):
+            if gate is None and value is not None:
+                raise UserError(f"{option} {value} is for --gate: add --gate BASELINE.json, or leave it out")
         if url is not None:
+            if gate is not None:
+                raise UserError(
+                    f"--gate {gate} with --url {url}: a server's report holds no texts to compare: "
+                    "leave out --url to gate the algorithms here, or --gate"
+                )
             from specplug.cli.bench_url import run_url
 
             foreign: dict[str, object] = {
@@ -142,6 +166,8 @@ def register(app: typer.Typer, registry: "Registry") -> None:
                 f"--transformers with --temperature {temperature}: its samples are others, so only greedy answers "
                 "are compared: leave one of them out"
             )
+        if gate is not None:
+            _check_gateable(gate, options, transformers, params.greedy)
         job = Job(
             model=model,
             columns=columns,
@@ -157,6 +183,7 @@ def register(app: typer.Typer, registry: "Registry") -> None:
             json_path=json_file,
             plot_path=plot,
             about={"file": prompts, "random_input": random_input},
+            gate=None if gate is None else open_gate(gate, gate_slack, gate_floor, json_file),
         )
         code = run(job, registry)
         if code:
@@ -175,6 +202,20 @@ def _columns(text: str | None, algorithm: str, given: dict[str, object]) -> list
         option = flag(next(iter(given)))
         raise UserError(f"{option} does not say for which column of --algorithms: write it into NAME@FILE.json")
     return parse_columns(text)
+
+
+def _check_gateable(gate: str, options: EngineOptions, transformers: bool, greedy: bool) -> None:
+    """Raise UserError for options under which a gate would judge nothing, or not what it promises."""
+    rule = f"--gate {gate} with --speculative-acceptance {options.speculative_acceptance}"
+    if options.lossy:
+        raise UserError(f"{rule}: under synthetic acceptance the text means nothing: leave one of them out")
+    if options.acceptance == "rejection" and not greedy:
+        raise UserError(
+            f"{rule}: sampled text then depends on the drafts, so a change proves nothing: "
+            "take coupled, or --temperature 0"
+        )
+    if transformers:
+        raise UserError(f"--gate {gate} with --transformers: its columns are not gated: leave one of them out")
 
 
 def _sizes(text: str) -> list[int]:

@@ -1,8 +1,10 @@
-"""``specplug demo``: plain decoding against every installed algorithm, on a real model, text compared."""
+"""``specplug demo``: plain decoding against draft algorithms, on a real model, text compared."""
 
 import os
 import statistics
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -11,8 +13,13 @@ import typer
 
 from specplug.cli.demo_prompts import PROMPTS, DemoPrompt
 from specplug.errors import UserError
+from specplug.options import EngineOptions
+from specplug.planning import NONE
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from specplug.bench.columns import ColumnSpec
     from specplug.registry import Registry
     from specplug.runtime.engine import Engine
 
@@ -36,53 +43,106 @@ def register(app: typer.Typer, registry: "Registry") -> None:
     @app.command("demo")
     def demo(
         model: Annotated[str, typer.Argument(metavar="[MODEL]", help="folder, .gguf file or hub id")] = "demo",
+        algorithms: Annotated[
+            str | None,
+            typer.Option(
+                metavar="COLUMNS",
+                help="rows of each prompt, written as for bench [default: none and what needs no draft model]",
+            ),
+        ] = None,
         max_tokens: Annotated[int, typer.Option(min=2, help="tokens per answer")] = 128,
         repeat: Annotated[int, typer.Option(min=1, help="rounds; speeds are medians over them")] = 1,
     ) -> None:
-        """Compare plain decoding with every installed algorithm that needs no draft model.
+        """Compare plain decoding with draft algorithms: those named, or every installed one that needs no draft model.
 
         Algorithms take turns on each prompt, in one process. Speed is decoding speed: first token to last.
+        The first row is what speed-ups and texts refer to.
         """
         from rich.console import Console
-        from rich.table import Table
 
+        from specplug.bench.columns import parse_columns
         from specplug.bench.host import QUIET_LOAD, load_average
-        from specplug.runtime.engine import Engine
 
+        columns = None if algorithms is None else parse_columns(algorithms)
         load = load_average()
         print(f"load average {load:.2f} on {os.cpu_count()} cores")
         if load > QUIET_LOAD:
             print(f"warning: the machine is busy (above {QUIET_LOAD}): speeds will vary", file=sys.stderr)
-        plain = Engine(model, registry=registry, max_running_requests=1)
-        engines = {"none": plain}
-        registry.load()
-        for name in sorted(registry.algorithms):
-            try:
-                engines[name] = Engine(plain.target, algorithm=name, registry=registry, max_running_requests=1)
-            except UserError as refused:
-                print(f"{name}: left out: {refused}")
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for heading in ("prompt", "algorithm", "tokens/s", "speed-up", "accept\nlength", "drafted", "text"):
-            table.add_column(heading, no_wrap=True)
-        ratios: dict[str, list[float]] = {}
-        for prompt in PROMPTS:
-            runs = _compare(engines, prompt, max_tokens, repeat)
-            base = statistics.median(run.speed for run in runs["none"])
-            for name, measured in runs.items():
-                speed = statistics.median(run.speed for run in measured)
-                same = all(run.ids == runs["none"][0].ids for run in measured)
-                first = measured[0]
-                row = [f"{speed:.1f}", f"{speed / base:.2f}x", f"{first.accept_length:.2f}", f"{first.coverage:.0%}"]
-                table.add_row(prompt.name, name, *row, "identical" if same else "DIFFERENT")
-                if prompt.copies and name != "none":
-                    ratios.setdefault(name, []).append(speed / base)
-                if not same:
-                    print(f"{prompt.name}: {name} changed the text", file=sys.stderr)
-        Console().print(table)
+        with ExitStack() as stack:
+            engines = _installed(model, registry, stack) if columns is None else _named(model, columns, registry, stack)
+            shown, ratios = _table(engines, max_tokens, repeat)
+        Console().print(shown)
+        print("accept length: tokens per verify that had drafts; drafted: steps that had any")
         for name, found in ratios.items():
-            print(f"{name}: median {statistics.median(found):.2f}x over the {len(found)} prompts with much to copy")
-        for engine in engines.values():
-            engine.close()
+            copying, free = (statistics.median(found[copies]) for copies in (True, False))
+            print(f"{name}: median {copying:.2f}x where much is copied from the prompt, {free:.2f}x in free chat")
+
+
+def _installed(model: str, registry: "Registry", stack: ExitStack) -> "dict[str, Engine]":
+    """Return plain decoding and every algorithm that runs without being told more; say which do not."""
+    from specplug.runtime.engine import Engine
+
+    plain = stack.enter_context(Engine(model, registry=registry, max_running_requests=1))
+    engines = {NONE: plain}
+    registry.load()
+    for name in sorted(registry.algorithms):
+        try:
+            engine = Engine(plain.target, algorithm=name, registry=registry, max_running_requests=1)
+        except UserError as refused:
+            print(f"{name}: left out: {refused}")
+        else:
+            engines[name] = stack.enter_context(engine)
+    return engines
+
+
+def _named(model: str, columns: "Sequence[ColumnSpec]", registry: "Registry", stack: ExitStack) -> "dict[str, Engine]":
+    """Return an engine for each column; all are planned before the model, which they share, is loaded."""
+    from specplug.bench.settle import settle_columns
+    from specplug.facts import read_checkpoint
+    from specplug.models.store import local_model
+    from specplug.runtime.engine import Engine
+
+    shared = EngineOptions(max_running_requests=1)
+    settle_columns(registry, columns, read_checkpoint(str(local_model(model))), shared)
+    engines: dict[str, Engine] = {}
+    for column in columns:
+        options = column.engine_options(shared)
+        engine = Engine(
+            next(iter(engines.values())).target if engines else model,
+            algorithm=column.algorithm,
+            config=column.config,
+            registry=registry,
+            **{name: getattr(options, name) for name in options.model_fields_set},
+        )
+        engines[column.label] = stack.enter_context(engine)
+    return engines
+
+
+def _table(
+    engines: "dict[str, Engine]", max_tokens: int, repeat: int
+) -> "tuple[Table, dict[str, dict[bool, list[float]]]]":
+    """Answer every prompt; return the table, and by engine its speed-ups apart for prompts that copy and others."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("prompt", "algorithm", "tokens/s", "speed-up", "accept\nlength", "drafted", "text"):
+        table.add_column(heading, no_wrap=True)
+    base = next(iter(engines))
+    ratios: dict[str, dict[bool, list[float]]] = {}
+    for prompt in PROMPTS:
+        runs = _compare(engines, prompt, max_tokens, repeat)
+        plain = statistics.median(run.speed for run in runs[base])
+        for name, measured in runs.items():
+            speed = statistics.median(run.speed for run in measured)
+            same = all(run.ids == runs[base][0].ids for run in measured)
+            first = measured[0]
+            row = [f"{speed:.1f}", f"{speed / plain:.2f}x", f"{first.accept_length:.2f}", f"{first.coverage:.0%}"]
+            table.add_row(prompt.name if name == base else "", name, *row, "identical" if same else "DIFFERENT")
+            if name != base:
+                ratios.setdefault(name, {True: [], False: []})[prompt.copies].append(speed / plain)
+            if not same:
+                print(f"{prompt.name}: {name} changed the text", file=sys.stderr)
+    return table, ratios
 
 
 def _compare(

@@ -43,7 +43,8 @@ def diagnose(
         else:
             from specplug.facts import build_facts  # reads checkpoints, and may import torch
 
-            run = plan_run(registry, word, given, build_facts(model, options, elsewhere=True), adaptive)
+            facts = build_facts(model, options, draft_files=registry.draft_files, elsewhere=True)
+            run = plan_run(registry, word, given, facts, adaptive)
             report |= _settled(run)
             report |= _placed(run, options)
         report["usable"] = True

@@ -21,7 +21,7 @@ def estimate_memory(run: Run, options: EngineOptions, memory: DeviceMemory | Non
     facts = run.facts
     itemsize, on_device = _ITEM_BYTES[facts.dtype], facts.device != "cpu"
     weights = weight_bytes(facts.target, itemsize)
-    draft = weight_bytes(facts.draft, itemsize) if facts.draft is not None else 0
+    draft = weight_bytes(run.draft, itemsize) if run.draft is not None else 0
     try:
         sizes = decoder_config(facts.target.config)
     except UserError:

@@ -67,8 +67,8 @@ def checked_name(name: str, registry: "Registry") -> str:
         )
     owners = [owner.label for owner in registry.owners(folded)]
     known = catalogue().get(folded)
-    if owners or known is not None or folded == NONE:
-        by = ", ".join(owners) or (known.dist if known is not None and known.dist else "") or "specplug itself"
+    if owners or folded == NONE or (known is not None and known.dist):  # a word of nobody's is anybody's to take
+        by = ", ".join(owners) or (known.dist if known is not None else "") or "specplug itself"
         raise UserError(f"NAME {name!r} is taken, by {by}; choose a word that no algorithm is called by")
     return folded
 

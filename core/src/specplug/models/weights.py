@@ -2,14 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from specplug.errors import UserError
-from specplug.facts import StoredTensor, stored_tensors
+from specplug.facts import PICKLED, StoredTensor, stored_tensors
 from specplug.layers import FusedLinear
 
 _log = logging.getLogger(__name__)
@@ -19,14 +19,19 @@ _DUMMY_STD = 0.02
 
 
 def iterate_weights(
-    folder: Path | str, prefix: str = "", *, wanted: Callable[[str], bool] | None = None
+    folder: Path | str,
+    prefix: str = "",
+    *,
+    wanted: Callable[[str], bool] | None = None,
+    further: Sequence[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor on the CPU) of each stored tensor whose name starts with `prefix` and is `wanted`.
 
-    Tensors are views of the mapped file: copy what must outlive the iteration. Nothing else is read.
+    `further`: as for `specplug.facts.stored_tensors`. Tensors are views of the mapped file: copy what must outlive the
+    iteration. Nothing else is read.
     """
     by_file: dict[Path, list[str]] = {}
-    for name, stored in stored_tensors(Path(folder)).items():
+    for name, stored in stored_tensors(Path(folder), further).items():
         if name.startswith(prefix) and (wanted is None or wanted(name)):
             by_file.setdefault(stored.file, []).append(name)
     for file, names in by_file.items():
@@ -59,19 +64,21 @@ def fill_module(
     prefix: str = "",
     *,
     strict: bool = False,
+    further: Sequence[str] = (),
 ) -> dict[str, int]:
     """Fill `module` from the checkpoint in `folder`; return what was left unread, prefix -> count.
 
-    `rename` turns a stored name (those that start with `prefix` are asked for) into a name of
-    `destinations`, or None: skip it. A tensor under no module of `module` (further layers, other heads)
-    is left unread and reported once, or unexpected if `strict`. A tensor missing, of another shape or
+    `further`: as for `specplug.facts.stored_tensors`. `rename` turns a stored name (those that start with `prefix` are
+    asked for) into a name of `destinations`, or None: skip it. A tensor under no module of `module` (further layers,
+    other heads) is left unread and reported once, or unexpected if `strict`. A tensor missing, of another shape or
     kind, or unexpected is a `UserError` with the list. Of names that share storage one suffices.
     """
     slots = destinations(module)
     goal: dict[str, str] = {}
     unread: Counter[str] = Counter()
     unexpected: list[str] = []
-    headers = {name: stored for name, stored in stored_tensors(Path(folder)).items() if name.startswith(prefix)}
+    every = stored_tensors(Path(folder), further)
+    headers = {name: stored for name, stored in every.items() if name.startswith(prefix)}
     for name in headers:
         renamed = rename(name)
         if renamed is None:
@@ -87,7 +94,7 @@ def fill_module(
             unread[head + foreign] += 1
     _refuse_mismatch(folder, headers, slots, goal, unexpected)
     with torch.no_grad():
-        for name, tensor in iterate_weights(folder, prefix, wanted=goal.__contains__):
+        for name, tensor in iterate_weights(folder, prefix, wanted=goal.__contains__, further=further):
             slots[goal[name]].copy_(tensor)
     for start, count in sorted(unread.items()):
         _log.warning("%s: %d tensors under %s* left unread, no module of the model owns them", folder, count, start)
@@ -115,7 +122,7 @@ def fill_dummy(module: nn.Module, seed: int) -> None:
 
 
 def _read(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    if file.suffix == ".bin":
+    if file.suffix in PICKLED:
         stored = torch.load(file, map_location="cpu", weights_only=True)
         for name in names:
             yield name, stored[name]

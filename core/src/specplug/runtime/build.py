@@ -75,7 +75,7 @@ def build(
         hidden=target.model.hidden_size,
         intermediate=int(target.model.config.get("intermediate_size") or 4 * target.model.hidden_size),
         itemsize=dtype.itemsize,
-        draft_weights=(weight_bytes(facts.draft, dtype.itemsize) or 0) if facts.draft else 0,
+        draft_weights=(weight_bytes(run.draft, dtype.itemsize) or 0) if run.draft else 0,
         on_device=device.type != "cpu",
     )
     available = device_memory(device)
@@ -107,9 +107,15 @@ def _loaded(
     if isinstance(model, Target):
         weight = next(chain(model.model.parameters(), model.model.buffers()), None)
         at_hand = None if weight is None else (weight.device.type, str(weight.dtype).removeprefix("torch."))
-        facts = facts_of(model.checkpoint, options, recurrent=model.model.recurrent or None, at_hand=at_hand)
+        facts = facts_of(
+            model.checkpoint,
+            options,
+            draft_files=registry.draft_files,
+            recurrent=model.model.recurrent or None,
+            at_hand=at_hand,
+        )
         return plan_run(registry, algorithm, config, facts, adaptive), model
-    facts = build_facts(model, options)
+    facts = build_facts(model, options, draft_files=registry.draft_files)
     run = plan_run(registry, algorithm, config, facts, adaptive)
     with _stage("load weights", torch.device(facts.device)), refusing_out_of_memory("load weights"):
         target = load_target(

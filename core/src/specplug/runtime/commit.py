@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from specplug import tree
 from specplug.accept import Verdict
+from specplug.errors import Blame
 from specplug.runtime.logprobs import TokenLogprob
 from specplug.runtime.request import Draft
 from specplug.runtime.scheduler import Row
@@ -64,11 +65,13 @@ def commit(row: Row, outcome: Outcome | None) -> int:
         for token in tokens[:count]:
             request.processors.commit(token)
     error = verdict.error
+    blame: Blame = "request"
     if request.grammar:
         request.grammar.commit(tokens[:count])
-        error = request.grammar.error or error
+        if request.grammar.error:
+            error, blame = request.grammar.error, request.grammar.blame
     if error and request.output.finish_reason is None:  # unless a stop rule ended the answer before
-        request.error, request.blame = error, "request"
+        request.error, request.blame = error, blame
         request.output.end("error")
     kept = max(0, len(request.output.ids) - before)
     if decoding:

@@ -53,7 +53,8 @@ class EngineContext:
 
     def weights(self, which: Literal["draft", "target"], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         """See `specplug.DraftContext`."""
-        yield from iterate_weights(self._folder(which), prefix)
+        checkpoint = self._checkpoint(which)
+        yield from iterate_weights(checkpoint.path, prefix, further=checkpoint.files)
 
     def load(
         self,
@@ -66,16 +67,18 @@ class EngineContext:
         if self._dummy(which):
             fill_dummy(module, _DUMMY_SEED)
             return
+        checkpoint = self._checkpoint(which)
         # What the drafter calls its own and does not use was misread; a target's file holds much else.
-        fill_module(module, self._folder(which), rename, prefix, strict=which == "draft" or bool(prefix))
+        strict = which == "draft" or bool(prefix)
+        fill_module(module, checkpoint.path, rename, prefix, strict=strict, further=checkpoint.files)
 
     def model(self, which: Literal["draft", "target"]) -> DraftModel:
         """See `specplug.DraftContext`."""
-        folder = self._folder(which)
+        checkpoint = self._checkpoint(which)
         try:
             model = load_model(
-                Path(folder),
-                self._checkpoint(which),
+                Path(checkpoint.path),
+                checkpoint,
                 dtype=self.dtype,
                 device=self.device,
                 dummy_seed=_DUMMY_SEED if self._dummy(which) else None,
@@ -83,15 +86,12 @@ class EngineContext:
         except UserError as error:
             if which == "target":
                 raise
-            raise UserError(f"--speculative-draft-model-path {folder}: {error}") from error
+            raise UserError(f"--speculative-draft-model-path {checkpoint.path}: {error}") from error
         return DraftModel(model.requires_grad_(False))
 
     def _dummy(self, which: Literal["draft", "target"]) -> bool:
         """Whether its load format is dummy: weights are random then, and no file of it is read."""
         return self._checkpoint(which).tensors is None
-
-    def _folder(self, which: Literal["draft", "target"]) -> str:
-        return self._checkpoint(which).path
 
     def _checkpoint(self, which: Literal["draft", "target"]) -> Checkpoint:
         checkpoint = self.facts.draft if which == "draft" else self.facts.target
@@ -103,11 +103,11 @@ class EngineContext:
         """See `specplug.DraftContext`."""
         return step_noise(step, depth, stream, self.vocab)
 
-    def build(self, name: str, config: SpecConfig | Mapping[str, Any]) -> Drafter:
+    def build(self, name: str, config: SpecConfig | Mapping[str, Any], *, draft: bool = True) -> Drafter:
         """See `specplug.DraftContext`."""
         from specplug.runtime.part import Part
 
-        run = run_of(self.facts, name, config)
+        run = run_of(self.facts, name, config, draft=draft)
         own = dataclasses.replace(self, facts=run.facts, parts=[])
         part = Part(run, own, f"{len(self.parts)}:{run.algorithm}/", sum(part.kv_layers for part in self.parts))
         self.parts.append(part)

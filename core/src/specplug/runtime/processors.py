@@ -3,7 +3,7 @@
 Order, everywhere (greedy rows stop before the temperature and take the largest, of equal ones the lowest id):
 
     raw logits -> mask (grammar) -> custom logits processor -> repetition, frequency and presence penalty
-    -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p
+    -> logit_bias, suppressed tokens -> min_tokens -> temperature -> top_k -> top_p -> min_p
 
 This file is the part up to `min_tokens`, `specplug.runtime.sampler` the rest. At a drafted position the
 tokens drafted above it count as output, so a draft is judged by the logits that plain decoding would
@@ -15,13 +15,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specplug.generation import Suppressed
 from specplug.sampling import SamplingParams
 
+NOTHING = Suppressed()
 log = logging.getLogger("specplug")
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
@@ -31,6 +34,14 @@ to change in place or replace. Called once per visited position; must be a funct
 
 class ProcessorError(Exception):
     """A request's own processors leave nothing to choose from; ends that request and no other."""
+
+
+class Ban(NamedTuple):
+    """Token ids that are forbidden before the output has `least` tokens."""
+
+    ids: np.ndarray
+    """int64, ascending."""
+    least: int
 
 
 class Processors:
@@ -48,15 +59,29 @@ class Processors:
         ends: Collection[int],
         vocab: int,
         custom: LogitsProcessor | None = None,
+        never: Suppressed = NOTHING,
     ) -> None:
-        """`ends`: token ids that end the answer, banned before `min_tokens`; `custom`: runs first."""
+        """`ends`: token ids that end the answer, banned before `min_tokens`; `custom`: runs first.
+
+        `never`: what the model must not say; a suppressed token has a bias of minus infinity.
+        """
         self._sampling = sampling
         self._custom = custom
         self._text = list(prompt) if custom else []
         self._length = 0  # output tokens
-        self._banned = torch.tensor(sorted(token for token in ends if token < vocab), dtype=torch.int64)
-        self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
-        self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
+        early = {token for token in ends if token < vocab} if sampling.min_tokens else set()
+        first = set(never.first) - early  # no id is banned twice
+        self.bans = tuple(
+            Ban(np.array(sorted(tokens), dtype=np.int64), least)
+            for tokens, least in ((early, sampling.min_tokens), (first, 1))
+            if tokens
+        )
+        """What is forbidden before the output has some length."""
+        bias = {**sampling.logit_bias, **dict.fromkeys(never.always, -math.inf)}
+        self.bias_ids = np.fromiter(bias, dtype=np.int64)
+        """Token ids whose logits are added to, distinct, at every position."""
+        self.bias = np.fromiter(bias.values(), dtype=np.float32)
+        """What is added; minus infinity for what is suppressed."""
         self._repeats = sampling.repetition_penalty != 1.0
         self._counts_output = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         # Distinct tokens in the order they were first seen: dict and arrays hold the same places.
@@ -74,20 +99,14 @@ class Processors:
             self._custom is not None
             or self._repeats
             or self._counts_output
-            or len(self._bias) > 0
-            or self._length < self._sampling.min_tokens
+            or len(self.bias) > 0
+            or any(self._length < ban.least for ban in self.bans)
         )
 
     @property
     def custom(self) -> bool:
         """Whether a function of the caller's runs first."""
         return self._custom is not None
-
-    @property
-    def banned(self) -> list[int]:
-        """Token ids that end the answer, ascending; forbidden before `min_tokens`."""
-        ids: list[int] = self._banned.tolist()
-        return ids
 
     @property
     def counts(self) -> dict[int, int]:
@@ -116,14 +135,15 @@ class Processors:
                 values.masked_fill_(~allowed, -math.inf)
         if self._repeats or self._counts_output:
             self._penalise(values, path)
-        if len(self._bias):
-            values.index_add_(0, self._bias_ids, self._bias)
-        if self._length + len(path) < self._sampling.min_tokens:
-            values.index_fill_(0, self._banned, -math.inf)
+        if len(self.bias):
+            values.index_add_(0, torch.from_numpy(self.bias_ids), torch.from_numpy(self.bias))
+        for ban in self.bans:
+            if self._length + len(path) < ban.least:
+                values.index_fill_(0, torch.from_numpy(ban.ids), -math.inf)
         if not math.isfinite(float(values.max())):
             raise ProcessorError(
                 f"no token is left at output position {self._length + len(path)}: "
-                "min_tokens, the mask and the logits processor together forbid all"
+                "min_tokens, the mask, the logits processor and what the model suppresses together forbid all"
             )
         return values
 
@@ -179,7 +199,8 @@ def processors_for(
     ends: Collection[int],
     vocab: int,
     custom: LogitsProcessor | None = None,
+    never: Suppressed = NOTHING,
 ) -> Processors | None:
     """Return the request's processors, or None where it has none, so that its rows pay nothing."""
-    made = Processors(sampling, prompt, ends=ends, vocab=vocab, custom=custom)
+    made = Processors(sampling, prompt, ends=ends, vocab=vocab, custom=custom, never=never)
     return made if made.active else None

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from specplug.adaptive.policy import Decision
-from specplug.errors import UserError
+from specplug.errors import Blame, UserError
 from specplug.grammar.state import Grammar
 from specplug.runtime.ledger import Ledger
 from specplug.runtime.logprobs import TokenLogprob
 from specplug.runtime.processors import Processors
 from specplug.runtime.stop import Finish, Output
 from specplug.sampling import SamplingParams
-
-Blame = Literal["request", "engine"]
-"""Whose fault an error is: what the request itself asked for, or what ran it."""
 
 
 @dataclass(frozen=True, slots=True)

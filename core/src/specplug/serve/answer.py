@@ -39,6 +39,7 @@ class Answer(Response):
         self._shape = shape
         self._arrived = arrived
         self._begun = False
+        self._committed = monotonic()
         self._last: dict[int, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,39 +75,51 @@ class Answer(Response):
         asked, shape = self._asked, self._shape
         if asked.stream:
             await self._begin(send, "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"})
-        committed = monotonic()
-        async for index, delta, committed in self._deltas():
-            if delta.end is not None and delta.finish_reason == "error":
-                raise _failure(delta.end)
-            if delta.finish_reason == "abort":  # nobody else aborts what has a client
-                raise unavailable("this server is ending: the answer was cut")
-            if chunk := shape.add(index, delta):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._service.metrics.commit_to_bytes.observe(monotonic() - committed)
+        if len(self._submissions) == 1:
+            (submission,) = self._submissions
+            async for delta in submission:
+                self._service.seen(submission, delta)
+                await self._pass_on(send, delta.choice, delta, submission.committed)
+            self._service.finished(submission)
+        else:
+            async for index, delta, committed in self._merged():
+                await self._pass_on(send, index, delta, committed)
         self._service.metrics.whole.observe(monotonic() - self._arrived)
         prompt_tokens = sum(submission.prompt_tokens for submission in self._submissions)
         usage = usage_of(shape.choices, prompt_tokens, [submission.seed for submission in self._submissions])
         if not asked.stream:
             await self._send_json(send, 200, shape.whole(usage))
-            self._service.metrics.commit_to_bytes.observe(monotonic() - committed)
+            self._service.metrics.commit_to_bytes.observe(monotonic() - self._committed)
             return
         if asked.include_usage:
             await send({"type": "http.response.body", "body": shape.usage_chunk(usage), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _deltas(self) -> AsyncIterator[tuple[int, Delta, float]]:
+    async def _pass_on(self, send: Send, index: int, delta: Delta, committed: float) -> None:
+        """Take in a delta of choice `index` that was committed at second `committed`, and send its chunk."""
+        if delta.ids:
+            self._time(index, len(delta.ids))
+        if delta.end is not None:
+            if delta.end.finish_reason == "error":
+                raise _failure(delta.end)
+            if delta.end.finish_reason == "abort":  # nobody else aborts what has a client
+                raise unavailable("this server is ending: the answer was cut")
+        self._committed = committed
+        if chunk := self._shape.add(index, delta):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._service.metrics.commit_to_bytes.observe(monotonic() - committed)
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Delta, float]]:
         """Yield (index of the choice among all of the request, delta, when it was committed) as they come."""
         count = self._asked.params.n
-        if len(self._submissions) == 1:
-            async for delta, at in self._read(self._submissions[0]):
-                yield self._timed(delta.choice, delta), delta, at
-            return
         queue: asyncio.Queue[tuple[int, Delta, float] | Exception | None] = asyncio.Queue()
 
         async def pump(number: int, submission: Submission) -> None:
             try:
-                async for delta, at in self._read(submission):
-                    queue.put_nowait((number * count + delta.choice, delta, at))
+                async for delta in submission:
+                    self._service.seen(submission, delta)
+                    queue.put_nowait((number * count + delta.choice, delta, submission.committed))
+                self._service.finished(submission)
             except Exception as error:
                 queue.put_nowait(error)
             queue.put_nowait(None)
@@ -121,30 +134,20 @@ class Answer(Response):
                 if item is None:
                     left -= 1
                 else:
-                    yield self._timed(item[0], item[1]), item[1], item[2]
+                    yield item
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, submission: Submission) -> AsyncIterator[tuple[Delta, float]]:
-        async for delta in submission:
-            self._service.seen(submission, delta)
-            yield delta, submission.committed
-        self._service.finished(submission)
-
-    def _timed(self, index: int, delta: Delta) -> int:
-        """Observe the times of one delta; returns its index."""
-        if delta.ids:
-            now, last = monotonic(), self._last.get(index)
-            metrics = self._service.metrics
-            if last is None:
-                metrics.first_token.observe(now - self._arrived)
-            else:
-                for _ in delta.ids:
-                    metrics.between_tokens.observe((now - last) / len(delta.ids))
-            self._last[index] = now
-        return index
+    def _time(self, index: int, count: int) -> None:
+        """Observe when `count` tokens of a choice came."""
+        now, last = monotonic(), self._last.get(index)
+        if last is None:
+            self._service.metrics.first_token.observe(now - self._arrived)
+        else:
+            self._service.metrics.between_tokens.observe((now - last) / count, count)
+        self._last[index] = now
 
     async def _begin(self, send: Send, kind: str, more: Mapping[str, str], status: int = 200) -> None:
         headers = {"content-type": kind, "x-specplug-speculation": public(self._service.speculation), **more}

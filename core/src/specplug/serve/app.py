@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from specplug.serve.answer import Answer
 from specplug.serve.asked import read, read_body
-from specplug.serve.errors import ApiError, failed
+from specplug.serve.errors import ApiError, failed, unrouted
 from specplug.serve.fields import Kind, body_schema
 from specplug.serve.guard import Guard
 from specplug.serve.page import HEADERS, PAGE
@@ -66,7 +66,8 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="specplug", version=version("specplug"), docs_url=None, redoc_url=None, openapi_url="/openapi.json"
     )
-    app.add_middleware(Guard, api_key=service.options.api_key, most=service.options.max_body_bytes)
+    options = service.options
+    app.add_middleware(Guard, api_key=options.api_key, most=options.max_body_bytes, refused=service.metrics.refused)
     _handle_errors(app, service)
     _answers(app, service)
     _state(app, service)
@@ -77,7 +78,7 @@ def _answers(app: FastAPI, service: Service) -> None:
     async def answer(kind: Kind, request: Request) -> Response:
         arrived = monotonic()
         raw = await _body(request, service.options.request_timeout)
-        asked = read(kind, read_body(raw), service.model)
+        asked = read(kind, read_body(raw), service.model, service.defaults)
         submissions = await service.submit(asked)
         shape = Shape(asked, secrets.token_hex(12), int(time()), service.model, service.tokens)
         return Answer(service, asked, submissions, shape, arrived)
@@ -160,9 +161,8 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def routed(request: Request, error: HTTPException) -> Response:
         """A path or method that there is not."""
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        return respond(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+        headers = dict(error.headers or {})
+        return respond(unrouted(error.status_code, request.method, request.url.path, error.detail, headers))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json import dumps
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +22,8 @@ from specplug.settings import explain, shown
 _NAMES: Mapping[Kind, frozenset[str]] = {
     kind: frozenset(body_schema(kind)["properties"]) for kind in ("chat", "completion")
 }
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,11 @@ def read_body(raw: bytes) -> dict[str, Any]:
     return found
 
 
-def read(kind: Kind, body: Mapping[str, Any], served: str) -> Asked:
-    """Read the body of this endpoint. `served`: the model's name. Null is the same as absent, for every field."""
+def read(kind: Kind, body: Mapping[str, Any], served: str, defaults: Mapping[str, Any] = NOTHING) -> Asked:
+    """Read the body of this endpoint. Null is the same as absent, for every field.
+
+    `served`: the model's name; `defaults`: field of `SamplingParams` -> value that stands in for an absent one.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name in given:
         if name not in _NAMES[kind]:
@@ -68,7 +75,7 @@ def read(kind: Kind, body: Mapping[str, Any], served: str) -> Asked:
     return Asked(
         kind,
         prompts,
-        _params(kind, given),
+        _params(kind, {**defaults, **given}),
         stream=stream,
         include_usage=include_usage,
         max_drafted=max_drafted,
@@ -87,7 +94,7 @@ def _check_model(model: object, served: str) -> None:
     if model != served:
         raise ApiError(
             404 if isinstance(model, str) else 400,
-            f"model {shown(model)} is not served here: it is {served}, or leave model out",
+            f"model {_said(model)} is not served here: it is {served}, or leave model out",
             param="model",
             code="model_not_found",
         )
@@ -102,13 +109,13 @@ def _check_fixed(kind: Kind, given: dict[str, Any]) -> None:
         if name == "best_of" and type(value) is int and value == given.get("n", 1):
             continue  # all of them are returned
         if not any(type(value) is type(one) and value == one for one in allowed):
-            rest = f"leave it out, or give {' or '.join(map(_json, allowed))}" if allowed else "leave it out"
-            raise bad(name, f"{name} {shown(value)} is not supported: {why}; {rest}", "unsupported_parameter")
+            rest = f"leave it out, or give {' or '.join(map(_said, allowed))}" if allowed else "leave it out"
+            raise bad(name, f"{name} {_said(value)} is not supported: {why}; {rest}", "unsupported_parameter")
     for name, schema in IGNORED.items():
         value = given.pop(name, None)
         wanted = str if schema["type"] == "string" else dict
         if value is not None and not isinstance(value, wanted):
-            raise bad(name, f"{name} {shown(value)}: must be {'text' if wanted is str else 'a JSON object'}")
+            raise bad(name, f"{name} {_said(value)}: must be {'text' if wanted is str else 'a JSON object'}")
 
 
 def _params(kind: Kind, given: dict[str, Any]) -> SamplingParams:
@@ -119,7 +126,7 @@ def _params(kind: Kind, given: dict[str, Any]) -> SamplingParams:
         if given.setdefault("max_tokens", limit) != limit:
             raise bad(
                 "max_completion_tokens",
-                f"max_completion_tokens {shown(limit)} and max_tokens {shown(given['max_tokens'])} differ: give one",
+                f"max_completion_tokens {_said(limit)} and max_tokens {_said(given['max_tokens'])} differ: give one",
             )
         spelt["max_tokens"] = "max_completion_tokens"
     if kind == "completion" and "logprobs" in given:  # there it is the number of likeliest tokens
@@ -161,7 +168,7 @@ def _prompts(value: object) -> list[Prompt]:
 
 def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise bad(name, f"{name} {shown(value)}: must be true or false")
+        raise bad(name, f"{name} {_said(value)}: must be true or false")
     return value
 
 
@@ -187,7 +194,7 @@ def _speculative(value: object) -> tuple[int | None, bool, bool]:
         _switch("speculative.enabled", enabled)
     most = found.get("max_drafted")
     if most is not None and (type(most) is not int or not 0 <= most < 2**31):
-        raise bad("speculative.max_drafted", f"speculative.max_drafted {shown(most)}: must be a whole number from 0")
+        raise bad("speculative.max_drafted", f"speculative.max_drafted {_said(most)}: must be a whole number from 0")
     if enabled is False and most:
         raise bad(
             "speculative.max_drafted",
@@ -199,12 +206,13 @@ def _speculative(value: object) -> tuple[int | None, bool, bool]:
 
 def _members(name: str, value: object, known: Sequence[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise bad(name, f"{name} {shown(value)}: must be a JSON object")
+        raise bad(name, f"{name} {_said(value)}: must be a JSON object")
     for key in value:
         if key not in known:
             raise bad(f"{name}.{key}", f"{name} has no {shown(key)}: it has {', '.join(known)}", "unknown_parameter")
     return {key: one for key, one in value.items() if one is not None}
 
 
-def _json(value: object) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value) or "''"
+def _said(value: object) -> str:
+    """Return a value of a body as its client wrote it: JSON, a text without quotes."""
+    return shown(value if isinstance(value, str) else dumps(value))

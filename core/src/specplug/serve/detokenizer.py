@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -23,15 +22,15 @@ class Detokenizer:
 
     def completed(self, delta: Delta) -> Delta:
         """Return the delta with its text; the last one brings what was held back."""
-        text = ""
+        text, withheld = "", self._withheld
         for token in delta.ids:
             if token in self._ends:
                 continue
-            self._withheld.append(token)
+            withheld.append(token)
             piece = self._stream.step(self._tokenizer, token)
             if piece:
                 text += piece
-                self._withheld.clear()
-        if delta.end is not None and self._withheld:
-            text += self._tokenizer.decode(self._withheld, skip_special_tokens=True)
-        return replace(delta, text=text)
+                withheld.clear()
+        if delta.end is not None and withheld:
+            text += self._tokenizer.decode(withheld, skip_special_tokens=True)
+        return delta._replace(text=text) if text else delta

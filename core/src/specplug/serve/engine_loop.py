@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import pickle
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from specplug.errors import RefusedError, UserError
+from specplug.serve.engine_info import info_of, pickled
 from specplug.serve.protocol import (
     Abort,
     Accepted,
@@ -30,7 +30,6 @@ from specplug.serve.protocol import (
     Counters,
     Delta,
     EngineArgs,
-    EngineInfo,
     Event,
     Failed,
     Ready,
@@ -63,7 +62,7 @@ def main(connection: Any, args: EngineArgs) -> None:
     failed = True
     try:
         engine = _made(args)
-        outbox.put(Ready(_info(engine, args), _pickled(engine.target.tokenizer)))
+        outbox.put(Ready(info_of(engine, args), pickled(engine.target.tokenizer)))
         gc.collect()
         gc.freeze()  # what the start left behind is here to stay, and need not be looked through while serving
         EngineLoop(engine, connection, outbox).run()
@@ -340,57 +339,6 @@ def _state(each: _Open) -> RequestState:
         accepted=ledger.accepted,
         seconds=monotonic() - each.since,
     )
-
-
-def _info(engine: Engine, args: EngineArgs) -> EngineInfo:
-    run, options = engine.run, engine.options
-    plan, facts = run.plan, run.facts
-    return EngineInfo(
-        model=args.model,
-        algorithm=run.algorithm,
-        distribution=run.installed.label if run.installed else "",
-        vocab=engine.target.model.vocab_size,
-        max_tokens=engine.max_tokens,
-        eos_ids=engine.target.eos_ids,
-        nodes=plan.nodes if plan else 0,
-        depth=plan.depth if plan else 0,
-        pages=engine.pages,
-        page_size=options.page_size,
-        max_running_requests=options.max_running_requests,
-        max_queued_requests=options.max_queued_requests,
-        acceptance=options.speculative_acceptance,
-        lossy=options.lossy,
-        device=facts.device,
-        dtype=facts.dtype,
-        settings={
-            setting.field: {"value": _json(setting.value), "source": setting.source, "because": setting.because}
-            for setting in run.settings
-        },
-        warnings=tuple(warning.message for warning in run.warnings),
-        memory=engine.memory.to_dict(),
-    )
-
-
-def _json(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return [_json(item) for item in value] if isinstance(value, list | tuple) else str(value)
-
-
-def _pickled(tokenizer: Any | None) -> bytes | None:
-    """Return a fast tokenizer that can be read where a model folder's own code cannot."""
-    if tokenizer is None:
-        return None
-    if type(tokenizer).__module__.startswith("transformers."):
-        return pickle.dumps(tokenizer)
-    from transformers import PreTrainedTokenizerFast
-
-    plain = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        chat_template=tokenizer.chat_template,
-        **tokenizer.special_tokens_map,
-    )
-    return pickle.dumps(plain)
 
 
 def _send(connection: Any, outbox: SimpleQueue[Event | None]) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import multiprocessing
 import pickle
 import threading
+from collections import deque
 from collections.abc import AsyncIterator
 from itertools import count
 from queue import SimpleQueue
@@ -78,7 +79,8 @@ class Submission:
         self._detokenizers = detokenizers
         self.committed = 0.0
         """When the tokens of the newest delta were committed, on `time.monotonic`."""
-        self._deltas: asyncio.Queue[tuple[Delta | None, float]] = asyncio.Queue()
+        self._deltas: deque[tuple[Delta | None, float]] = deque()
+        self._more: asyncio.Future[None] | None = None  # done when there are deltas; None: nobody waits for that
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -86,7 +88,13 @@ class Submission:
     async def __anext__(self) -> Delta:
         if not self._open:
             raise StopAsyncIteration
-        delta, at = await self._deltas.get()
+        if not self._deltas:
+            self._more = asyncio.get_running_loop().create_future()
+            try:
+                await self._more
+            finally:
+                self._more = None
+        delta, at = self._deltas.popleft()
         if delta is None:
             self._open = 0
             raise EngineDiedError(self._client.dead)
@@ -104,7 +112,9 @@ class Submission:
 
         Called by the client.
         """
-        self._deltas.put_nowait((delta, at))
+        self._deltas.append((delta, at))
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
 
 
 class EngineClient:

@@ -41,9 +41,17 @@ def public(message: str) -> str:
     return _PATH.sub("(path)", " ".join(message.split()))
 
 
-def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
+def bad(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """Return the 400 for a fault in field `param`."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unrouted(status: int, method: str, path: str, why: str, headers: dict[str, str]) -> ApiError:
+    """Return the error for a path or a method that there is not. The path is the client's own: it may be named."""
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+    error = ApiError(status, why, code=code, headers=headers)
+    error.message = " ".join(f"{method} {path[:80]}: {error.message}".split())
+    return error
 
 
 def unavailable(message: str) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,9 +17,10 @@ OPEN = frozenset({"/", "/health"})
 class Guard:
     """ASGI middleware: 401 without the key, 413 for a body that is too large, however it is sent."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, most: int) -> None:
-        """`most`: bytes of a body."""
+    def __init__(self, app: ASGIApp, api_key: str | None, most: int, refused: Callable[[int], None]) -> None:
+        """`most`: bytes of a body; `refused` is told the status of each request that is answered here."""
         self._app = app
+        self._refused = refused
         self._key = None if api_key is None else api_key.encode()
         self._most = most
 
@@ -39,6 +41,7 @@ class Guard:
         elif (size := headers.get(b"content-length", b"")).isdigit() and (len(size) > 18 or int(size) > self._most):
             error = self._too_large()
         if error is not None:
+            self._refused(error.status)
             await answer(send, error)
             return
         left = self._most

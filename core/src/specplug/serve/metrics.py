@@ -8,9 +8,10 @@ from math import isfinite
 from time import monotonic
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from specplug.serve.histogram import Histogram
 from specplug.serve.protocol import EngineInfo, Snapshot
 
 INTERVAL = 10.0
@@ -75,9 +76,12 @@ class Metrics:
         self._highest: dict[tuple[str, str], float] = {}
         self._registry = CollectorRegistry()
 
-        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"specplug:{name}", about, LABELS, buckets=buckets, registry=self._registry)
-            return made.labels(*self._labels)
+        self._histograms: list[Histogram] = []
+
+        def histogram(name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
+            labels = tuple(zip(LABELS, self._labels, strict=True))
+            self._histograms.append(Histogram(f"specplug:{name}", about, labels, bounds))
+            return self._histograms[-1]
 
         def counter(name: str, about: str, *more: str) -> Counter:
             return Counter(f"specplug:{name}", about, (*LABELS, *more), registry=self._registry)
@@ -98,11 +102,10 @@ class Metrics:
         )
         self.whole = histogram("request_seconds", "From a request's arrival to its last token.", _LATENCY)
         self._prompt = counter("prompt_tokens", "Tokens of the prompts of accepted requests.").labels(*self._labels)
-        self._generated = counter(
-            "generation_tokens", "Output tokens that became final; the sum of all usages when nothing runs."
-        ).labels(*self._labels)
+        self._generated = 0
         self._ended = counter("requests", "Answers that ended, by finish reason.", "finish_reason")
         self._refused = counter("requests_refused", "Requests refused, by HTTP status.", "status")
+        self._refused.labels(*self._labels, "503")  # there from the start: a rate does not see a series begin
         for reason in ("stop", "length", "abort", "error"):
             self._ended.labels(*self._labels, reason)
         self._registry.register(self)
@@ -119,7 +122,7 @@ class Metrics:
 
     def generated(self, count: int, reason: str | None) -> None:
         """Count what one delta brought."""
-        self._generated.inc(count)
+        self._generated += count
         if reason is not None:
             self._ended.labels(*self._labels, reason).inc()
 
@@ -137,6 +140,9 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield what the newest snapshot says, as prometheus_client asks for it."""
         yield self._gauge("up", float(self.up), "1 while the engine's process lives.")
+        yield from (each.family() for each in self._histograms)
+        about = "Output tokens that became final; the sum of all usages when nothing runs."
+        yield self._counter("generation_tokens", self._generated, about)
         snapshot = self.snapshot
         if snapshot is None:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from specplug.frozen import Frozen
@@ -25,6 +27,11 @@ class ServeOptions(Frozen):
     )
     drain_timeout: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get when the server is told to end"
+    )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="what requests get for temperature, top_k, top_p, min_p and repetition_penalty where they leave "
+        "them out: what MODEL's generation_config.json says, or OpenAI's values",
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="largest body of a request")
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
 from specplug.errors import UserError
+from specplug.generation import FILE, spelt
 from specplug.serve.app import make_app
 from specplug.serve.engine_process import EngineArgs, EngineClient
 from specplug.serve.options import ServeOptions
 from specplug.serve.service import Service
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted; uvicorn's own number."""
 GRACE = 5.0
 """Seconds beyond --drain-timeout in which the last answers may leave."""
 
@@ -25,8 +29,18 @@ def serve(args: EngineArgs, options: ServeOptions) -> int:
     Raises UserError for a port that cannot be had, and what the engine's start raises.
     """
     # A port that is taken is found before minutes of loading, and the socket is held meanwhile.
-    with _listen(options) as listening:
-        return asyncio.run(_serve(args, options, listening))
+    with _listen(options) as listening, asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        return runner.run(_serve(args, options, listening))
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes uvloop's event loop, None for asyncio's own where it is not installed, as on Windows."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return None
+    made: Callable[[], asyncio.AbstractEventLoop] = new_event_loop
+    return made
 
 
 def _listen(options: ServeOptions) -> socket.socket:
@@ -53,9 +67,16 @@ async def _serve(args: EngineArgs, options: ServeOptions, listening: socket.sock
         for warning in client.info.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         service = Service(client, options)
+        if service.defaults:
+            print(
+                f"requests that leave them out get {spelt(service.defaults)}, as {FILE} says "
+                "(--sampling-defaults openai: OpenAI's values)",
+                file=sys.stderr,
+            )
         server = HttpServer(service)
         service.spawn(service.sample())
         service.spawn(_watch(server, service))
+        listening.listen(BACKLOG)  # before it is said, so that whoever reads that can connect
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"serving {service.model} at http://{shown}:{port} (Ctrl-C ends it)", file=sys.stderr, flush=True)

@@ -40,6 +40,8 @@ class Service:
         self.model = served_name(client.info.model, options)
         self.metrics = Metrics(client.info, self.model)
         self.tokens = TokenBytes(client.tokenizer)
+        self.defaults = client.info.sampling_defaults if options.sampling_defaults == "model" else {}
+        """What requests get where they leave it out: field of `SamplingParams` -> value."""
         self.started = int(time())
         self.draining = False
         self._live: set[Submission] = set()
@@ -173,6 +175,7 @@ class Service:
             "max_queued_requests": info.max_queued_requests,
             "request_timeout": self.options.request_timeout,
             "max_body_bytes": self.options.max_body_bytes,
+            "sampling_defaults": dict(self.defaults),
             "fields_without_effect": sorted(IGNORED),
             "status": "ending" if self.draining else "ok",
             "speculation": self.speculation,

@@ -22,6 +22,8 @@ LOWEST = -9999.0
 
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 """JSON without blanks; a number that JSON does not have is a fault of ours and raises."""
+quoted = json.encoder.encode_basestring_ascii
+"""A text as JSON: the part of `dumps` that most chunks need, without its own cost."""
 
 
 @dataclass(slots=True)
@@ -80,18 +82,18 @@ class Shape:
         choice.end = delta.end or choice.end
         if not (delta.text or delta.end or (delta.ids and (asked.tokens or delta.logprobs))):
             return b""
-        text = dumps(delta.text)
+        text = quoted(delta.text)
         if self._chat:
             role = "" if choice.begun else '"role":"assistant",'
             said = f'"delta":{{{role}"content":{text}}}'
         else:
             said = f'"text":{text}'
         choice.begun = True
-        rest = f',"logprobs":{dumps(self._logprobs(choice, delta.logprobs))}'
-        reason = dumps(delta.finish_reason)
+        rest = "null" if delta.logprobs is None else dumps(self._logprobs(choice, delta.logprobs))
         if asked.tokens:
             rest += f',"speculative":{{"tokens":{dumps(reported)}}}'
-        return f'{self._prefix}{index},{said}{rest},"finish_reason":{reason}{self._suffix}'.encode()
+        reason = f'"{delta.end.finish_reason}"' if delta.end else "null"
+        return f'{self._prefix}{index},{said},"logprobs":{rest},"finish_reason":{reason}{self._suffix}'.encode()
 
     def whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole answer, once all choices have ended."""

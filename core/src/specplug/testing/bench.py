@@ -146,7 +146,8 @@ class Bench:
 
     def facts(self, kind: Kind = "ids") -> Facts:
         """The facts of the subject's target and draft."""
-        return facts_of(self.target(kind).checkpoint, EngineOptions(**self.options(kind)))
+        options = EngineOptions(**self.options(kind))
+        return facts_of(self.target(kind).checkpoint, options, draft_files=self.registry.draft_files)
 
     def run(self, **changes: Any) -> Run:
         """Plan the subject with `changes` to its options."""
@@ -171,9 +172,9 @@ class Bench:
             **{"page_size": 4, "context_length": 256, **self.options(kind), **options},
         )
 
-    def harness(self, *, slots: int = 4, rule: Literal["coupled", "rejection"] = "coupled") -> Harness:
-        """Return a drafter to drive by hand."""
-        return Harness(self.run(), self.target(), slots=slots, rule=rule)
+    def harness(self, *, slots: int = 4, rule: Literal["coupled", "rejection"] = "coupled", **changes: Any) -> Harness:
+        """Return a drafter to drive by hand, with `changes` to the subject's options."""
+        return Harness(self.run(**changes), self.target(), slots=slots, rule=rule)
 
     @cached_property
     def texts(self) -> tuple[tuple[int, ...], ...]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 
 from specplug import tree
+from specplug.drafter import StepView
+from specplug.errors import RefusedError
 from specplug.sampling import SamplingParams
+from specplug.spec import DraftPlan, Release
 from specplug.testing.bench import Bench
 from specplug.testing.harness import Drafts, Harness, Move
 from specplug.testing.oracle import chi_square_p
@@ -109,6 +113,35 @@ class DrafterChecks:
             again = harness.propose(harness.ingest([Move(slot, 1) for slot in range(3)]))
             assert [again[slot] for slot in range(3)] == wanted, f"after declining slots {declined}"
 
+    def test_neighbours_come_and_go(self, bench: Bench) -> None:
+        """A row that leaves between its proposal and the verify, and one that takes its slot: no other row notices."""
+        stays, leaves, joins = bench.texts[0], bench.texts[1], bench.texts[2]
+        wanted = [bench.harness().fresh(0, text, len(text) - 4) for text in (stays, joins)]
+        for reason in get_args(Release):
+            harness = bench.harness()
+            for slot, text in enumerate((stays, leaves)):
+                harness.admit(slot, text, 1)
+            harness.propose(harness.ingest([Move(slot, len(text) - 6) for slot, text in enumerate((stays, leaves))]))
+            harness.release(1, reason)
+            harness.propose(harness.ingest([Move(0, 1)]))
+            harness.admit(1, joins, len(joins) - 4)
+            found = harness.propose(harness.ingest([Move(1, len(joins) - 4), Move(0, 1)]))
+            assert found[0] == wanted[0], f"a neighbour that left ({reason}) changed a proposal"
+            assert found[1] == wanted[1], f"a request sees what left its slot ({reason})"
+
+    def test_depth_may_change(self, bench: Bench) -> None:
+        """Rounds that want less, down to nothing, and then the full depth: the proposal of a fresh run."""
+        deepest = bench.harness().plan.depth
+        for text in bench.texts:
+            start = len(text) - _AHEAD
+            wanted = bench.harness().fresh(0, text, start + 7)
+            harness = bench.harness()
+            step = harness.play(0, text, start, [start])
+            for count, depth in ((1, deepest), (1, 1), (2, 0), (1, deepest // 2), (2, deepest)):
+                _propose_at(bench, harness, step, depth)
+                step = harness.ingest([Move(0, count)])
+            assert harness.propose(step)[0] == wanted, "the proposal depends on how far was drafted before"
+
     def test_ingest_without_propose(self, bench: Bench) -> None:
         """Several forwards without being asked, then asked: as if asked each time."""
         for text in bench.texts:
@@ -166,7 +199,14 @@ class DrafterChecks:
             assert harness.propose(harness.ingest([Move(1, 2)]))[1] == wanted, "resuming changed the proposal"
 
     def test_memory_is_declared(self, bench: Bench) -> None:
-        """What is taken from the arena, at start, is no more than the plan says; and it never moves."""
+        """What is taken from the arena, for any width, at start, is no more than the plan says; and it never moves."""
+        for tokens in (2, 3, 6, 17):
+            try:
+                bench.harness(num_draft_tokens=tokens)
+            except RefusedError:
+                continue  # a width that the package does not offer
+            except RuntimeError as error:
+                raise AssertionError(f"num_draft_tokens {tokens}: {error}") from error
         try:
             harness = bench.harness()
         except RuntimeError as error:
@@ -204,6 +244,16 @@ class DrafterChecks:
         q = harness.proposal.q[0, 0]
         p_value = chi_square_p(counts, dict(enumerate(q.tolist())))
         assert p_value > 0.001, f"{sum(counts.values())} drafts do not follow their q: chi-square p = {p_value:.2g}"
+
+
+def _propose_at(bench: Bench, harness: Harness, step: StepView, depth: int) -> None:
+    """Ask for drafts as an adaptive run does that wants paths of `depth` nodes now; for 0 it does not ask."""
+    run = bench.run()
+    assert run.config is not None
+    plan = bench.spec.plan(run.config, run.facts, depth)
+    if depth and isinstance(plan, DraftPlan) and plan.depth == depth:  # else not a depth that can be chosen
+        step.depth = depth
+        harness.propose(step, {0: plan.nodes})
 
 
 def _history(

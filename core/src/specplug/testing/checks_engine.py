@@ -6,13 +6,16 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import product
 from typing import Any, Literal
 
 import pytest
+from torch import Tensor
 
 from specplug.errors import RefusedError
 from specplug.runtime.engine import Engine
+from specplug.runtime.processors import LogitsProcessor
 from specplug.runtime.request import Result
 from specplug.sampling import SamplingParams
 from specplug.testing.bench import LETTERS, PROMPTS, Bench
@@ -76,7 +79,8 @@ class EngineChecks:
     @pytest.mark.parametrize("rule", ["coupled", "rejection"])
     def test_a_grammar_is_kept(self, bench: Bench, rule: Literal["coupled", "rejection"]) -> None:
         """Structured output: answers keep to their schema; with one seed, and `coupled`, they are plain decoding's."""
-        pytest.importorskip("llguidance")
+        if find_spec("llguidance") is None:
+            pytest.fail("needs the package llguidance, which is not installed: pip install 'specplug[testing]'")
         words = ["".join(map(chr, text)) for text in product(LETTERS[:3], repeat=3)]
         wanted = {"type": "json_schema", "json_schema": {"schema": {"enum": words}}}
         prompts = [tuple(LETTERS[token] for token in prompt) for prompt in PROMPTS]
@@ -182,6 +186,25 @@ class EngineChecks:
             assert [result.ids for result in found] == ids, f"{name}, an answer differs from the one alone"
         assert [request.output.ids for request in late] == ids[1:], "an answer changed when a neighbour left"
 
+    def test_failed_requests_leave_nothing(self, bench: Bench) -> None:
+        """I8: a request that fails in mid-answer takes nobody along, and its slot, pages and drafter serve the next."""
+        wanted = [bench.expected(prompt, _GREEDY).ids for prompt in PROMPTS]
+        with bench.engine(max_running_requests=2) as engine:
+            before = [result.ledger["drafted"] for result in engine.generate(PROMPTS, _GREEDY)]
+            for after in (0, 1, 5):
+                fails = _fails_at(len(PROMPTS[0]) + after)
+                failing = engine.submit(PROMPTS[0], _GREEDY, logits_processor=fails)
+                beside = engine.submit(PROMPTS[3], _GREEDY)
+                while any(request.output.finish_reason is None for request in (failing, beside)):
+                    engine.step()
+                assert failing.output.finish_reason == "error", f"ended with {failing.output.finish_reason!r}"
+                assert beside.output.ids == wanted[3], f"an answer changed: its neighbour failed, {beside.error}"
+                assert engine.free_pages == engine.pages, "pages are lost after a failure"
+                results = engine.generate(PROMPTS, _GREEDY)
+                assert [result.ids for result in results] == wanted, "an answer changed after a failure"
+                drafted = [result.ledger["drafted"] for result in results]
+                assert sum(drafted) or not sum(before), "nothing is drafted any more after a failure"
+
     def test_requests_can_decline(self, bench: Bench) -> None:
         """`max_drafted` 0 and 1 beside requests without: none resp. one draft per step, all answers the reference's."""
         most = (None, 0, 1, 0, None)
@@ -242,6 +265,17 @@ class EngineChecks:
             assert drafted == [result.ledger["drafted"] for result in alone], (
                 "another engine's requests change the drafts"
             )
+
+
+def _fails_at(length: int) -> LogitsProcessor:
+    """Return a processor that raises where the text before the decided token has `length` tokens."""
+
+    def processor(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if len(tokens) >= length:
+            raise ValueError("a request that fails on purpose")
+        return logits
+
+    return processor
 
 
 def _alone(bench: Bench, prompt: Sequence[int]) -> Result:

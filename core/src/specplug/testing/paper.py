@@ -188,13 +188,7 @@ def plan_self(config: SelfConfig, facts: Facts, depth: int | None) -> DraftPlan:
 
 def plan_combined(config: CombinedConfig, facts: Facts, depth: int | None) -> DraftPlan | Refusal:
     """Plan the parts and unite what they need."""
-    plans = []
-    for name, options in config.part_options():
-        plan = facts.plan_of(name, options, depth)
-        if isinstance(plan, Refusal):
-            return Refusal(reason=f"its part {name!r}: {plan.reason}", try_instead=plan.try_instead)
-        plans.append(plan)
-    return combined_plan(*plans)
+    return combined_plan(*(facts.plan_of(name, options, depth) for name, options in config.part_options()))
 
 
 def _spec(word: str, summary: str, most: Capabilities, model: type[SpecConfig], plan: Plan, drafter: str) -> Any:

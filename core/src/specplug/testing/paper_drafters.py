@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from specplug import Arena, Drafter, GraphRecorder, HostProposal, KVView, Proposal, RequestView, StepView, TargetView
+from specplug import Arena, CombinedDrafter, Drafter, HostProposal, KVView, Proposal, StepView, TargetView
 from specplug.layers import Rotary, apply_rotary
-from specplug.spec import Release
 from specplug.testing.paper import HEADS, V_DIM
 
 
@@ -220,41 +218,9 @@ class Block(Paper):
         out.num_valid[step.slots] = out.limit[step.slots].clamp(max=step.depth)
 
 
-class Combined(Drafter):
+class Combined(CombinedDrafter):
     """The parts one after the other; each fills the rows that have no draft yet."""
 
     def __init__(self, config: Any, plan: Any, ctx: Any) -> None:
         super().__init__(config, plan, ctx)
-        self.parts: Sequence[Drafter] = [ctx.build(name, options) for name, options in config.part_options()]
-
-    def load(self, target: TargetView) -> None:
-        for part in self.parts:
-            part.load(target)
-
-    def allocate(self, arena: Arena) -> None:
-        for part in self.parts:
-            part.allocate(arena)
-
-    def capture(self, graphs: GraphRecorder) -> None:
-        for part in self.parts:
-            part.capture(graphs)
-
-    def on_admit(self, request: RequestView) -> None:
-        for part in self.parts:
-            part.on_admit(request)
-
-    def ingest(self, step: StepView) -> None:
-        for part in self.parts:
-            part.ingest(step)
-
-    def propose(self, step: StepView, out: Proposal | HostProposal) -> None:
-        for part in self.parts:
-            part.propose(step, out)
-
-    def on_release(self, slot: int, reason: Release) -> None:
-        for part in self.parts:
-            part.on_release(slot, reason)
-
-    def close(self) -> None:
-        for part in self.parts:
-            part.close()
+        self.parts = [ctx.build(name, options) for name, options in config.part_options()]

@@ -5,6 +5,7 @@ What stands in `__all__` is kept as long as the rest of `specplug.testing`; the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ def stored_target(folder: Path | str, device: str = "cpu", dtype: str = "float32
     return load_target(Path(folder), checkpoint, dtype=dtype, device=device, needs_tokenizer=False)
 
 
-def stored_facts(folder: Path | str, **options: Any) -> Facts:
-    """Return the facts of a target in `folder` under `options` of the engine, its draft's path among them."""
-    return facts_of(read_checkpoint(str(folder)), EngineOptions(**options))
+def stored_facts(folder: Path | str, *, draft_files: Iterable[str] = (), **options: Any) -> Facts:
+    """Return the facts of a target in `folder` under `options` of the engine, its draft's path among them.
+
+    `draft_files`: what the algorithm's manifest names (`Registry.draft_files`).
+    """
+    return facts_of(read_checkpoint(str(folder)), EngineOptions(**options), draft_files=draft_files)

@@ -5,7 +5,6 @@ R rows of the step, b rows of a block, T tokens of the step, H hidden size, V vo
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ from specplug import (
 )
 from specplug.layers import Rotary, draft_vocabulary
 from specplug_dflash.config import BlockConfig
-from specplug_dflash.formats import DRAFT, MASK_FILE, BlockDraft
+from specplug_dflash.formats import DRAFT, BlockDraft
 from specplug_dflash.model import BlockModel
-from specplug_dflash.names import own_names
+from specplug_dflash.names import MASK, own_names
 from specplug_dflash.plugin import DFLASH, DSPARK, draft_of
 
 
@@ -170,13 +169,7 @@ class DFlashDrafter(Drafter):
         """Return the mask's embedding [H]."""
         if not self.draft.mask_stored:
             return self.embedding[self.draft.mask_token]
-        assert self.ctx.facts.draft is not None
-        path = Path(self.ctx.facts.draft.path) / MASK_FILE
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        row = stored.get("embedding") if isinstance(stored, dict) else None
-        hidden = self.draft.sizes.hidden_size
-        if not isinstance(row, Tensor) or row.numel() != hidden:
-            raise UserError(f"{path} holds no 'embedding' of {hidden} numbers: remove it, or use another copy")
+        [(_, row)] = self.ctx.weights("draft", MASK)
         return row.flatten().to(self.ctx.device, self.ctx.dtype)
 
 

@@ -6,20 +6,18 @@ flat or nested as SpecForge and ModelOpt write it, and the speculators envelope 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from math import prod
 from typing import Any, Literal
 
 from specplug import DecoderConfig, Facts, Refusal, UserError, decoder_sizes
 from specplug_dflash.foreign import bundled, relative
 from specplug_dflash.keys import Keys
-from specplug_dflash.names import own_names
+from specplug_dflash.names import MASK, MASK_FILE, own_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Our name of each stored tensor -> its shape."""
 DRAFT = "the draft model"
 OPTION = "--speculative-draft-model-path DRAFT"
-MASK_FILE = "mask_embedding.pt"
-"""Beside the weights of some drafts: {"embedding": [H]}, the mask token's row."""
 _LIKE = "Qwen3ForCausalLM"
 """Whose layers every layout has, whatever `model_type` the config was copied with."""
 _WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
@@ -129,8 +127,7 @@ def _read(facts: Facts, keys: Keys, block: int | None) -> BlockDraft:
     stored = _stored(keys, tensors, hidden, target)
     vocab = target.vocab or sizes.vocab_size
     head_rows = _head_rows(keys, tensors, stored, vocab)
-    path = facts.draft.path if facts.draft else ""
-    mask_stored = bool(path) and tensors is not None and (Path(path) / MASK_FILE).is_file()
+    mask_stored = _mask_stored(facts, hidden)
     rows = tensors["embed_tokens.weight"][0] if tensors and "embed_tokens" in stored else vocab
     if rows < vocab:
         raise UserError(f"{DRAFT}: embed_tokens.weight has {rows} rows for a target of {vocab} tokens")
@@ -284,6 +281,19 @@ def _head_rows(keys: Keys, tensors: Shapes | None, stored: frozenset[str], vocab
     if rows > vocab:
         raise UserError(f"{DRAFT} has a vocabulary of {rows} tokens, the target one of {vocab}")
     return rows
+
+
+def _mask_stored(facts: Facts, hidden: int) -> bool:
+    """Whether the draft brings an embedding of its mask, which is then of the right size."""
+    if facts.draft is None or MASK_FILE not in facts.draft.files:
+        return False
+    found = (facts.draft.tensors or {}).get(MASK)
+    if found is None or prod(found.shape) != hidden:
+        raise UserError(
+            f"{DRAFT} {facts.draft.path}: its {MASK_FILE} holds no {MASK!r} of {hidden} numbers: "
+            "remove the file, or use another copy"
+        )
+    return True
 
 
 def _mask_token(keys: Keys, rows: int, mask_stored: bool) -> int:

@@ -19,6 +19,7 @@ from specplug import (
 )
 from specplug_dflash.config import BlockConfig, DFlashConfig, DSparkConfig
 from specplug_dflash.formats import BlockDraft, read_draft
+from specplug_dflash.names import MASK_FILE
 
 DFLASH, DSPARK = "dflash", "dspark"
 INT = 8
@@ -146,6 +147,7 @@ def _most(algorithm: str, config: BlockConfig, draft: BlockDraft) -> int | Refus
 
 _SHARED: dict[str, Any] = {
     "api": (1, 0),
+    "draft_files": (MASK_FILE,),
     "capabilities": Capabilities(
         shapes=frozenset({"block"}),
         proposal_probs="dense",

@@ -98,7 +98,10 @@ def counts_tokens(sampling: SamplingParams) -> bool:
 
 
 class Edits:
-    """Logits of single tokens that a step adds to (logit_bias) or forbids (min_tokens), collected on the host."""
+    """Logits of single tokens that a step adds to (logit_bias, suppressed tokens) or forbids for a while (min_tokens).
+
+    Collected on the host.
+    """
 
     def __init__(self) -> None:
         self._bias_at: list[np.ndarray] = []
@@ -106,20 +109,22 @@ class Edits:
         self._ban_at: list[np.ndarray] = []
         self._ban_depth: list[np.ndarray] = []
 
-    def add(self, request: Request, positions: Sequence[int], vocab: int, least: int) -> None:
+    def add(self, request: Request, positions: Sequence[int], vocab: int, length: int) -> None:
         """Collect one request's, for its `positions`, indices into the values that `apply` will be given.
 
-        `least`: how many more tokens `min_tokens` asks for, counted from the row's root.
+        `length`: its output tokens up to the row's root.
         """
+        processors = request.processors
+        if processors is None:
+            return
         rows = np.asarray(positions, dtype=np.int64)[:, None] * vocab
-        bias = request.sampling.logit_bias
-        if bias:
-            self._bias_at.append((rows + np.fromiter(bias, dtype=np.int64)).ravel())
-            self._bias.append(np.tile(np.fromiter(bias.values(), dtype=np.float32), len(positions)))
-        if least > 0 and request.processors is not None:
-            banned = np.fromiter(request.processors.banned, dtype=np.int64)
-            self._ban_at.append((rows + banned).ravel())
-            self._ban_depth.append(np.full(len(positions) * len(banned), least, dtype=np.int64))
+        if len(processors.bias):
+            self._bias_at.append((rows + processors.bias_ids).ravel())
+            self._bias.append(np.tile(processors.bias, len(positions)))
+        for ban in processors.bans:
+            if length < ban.least:
+                self._ban_at.append((rows + ban.ids).ravel())
+                self._ban_depth.append(np.full(len(positions) * len(ban.ids), ban.least - length, dtype=np.int64))
 
     def arrays(self) -> list[np.ndarray]:
         """Return what `apply` needs on the device, int64 four times."""

@@ -102,7 +102,10 @@ class DeviceStep:
         error = self._report.errors.get(at, "")
         if line.token < 0 and not error:
             place = len(row.request.output.ids) + len(line.path)
-            error = f"no token is left at output position {place}: min_tokens, logit_bias and the filters forbid all"
+            error = (
+                f"no token is left at output position {place}: min_tokens, logit_bias, the filters and what the model "
+                "suppresses together forbid all"
+            )
         verdict = Verdict(line.path, max(line.token, 0), error)
         return Outcome(verdict, draft, self._logprobs(at, row, draft, verdict))
 

@@ -71,10 +71,9 @@ class WorkRow:
         return not self.live.request.sampling.greedy
 
     @property
-    def least(self) -> int:
-        """How many tokens `min_tokens` still asks for, the one after the root counted; 0 or below: none."""
-        request = self.live.request
-        return request.sampling.min_tokens - (self.root_index + 1 - request.prompt_len)
+    def length(self) -> int:
+        """Output tokens up to the root."""
+        return self.root_index + 1 - self.live.request.prompt_len
 
     @property
     def edited(self) -> bool:
@@ -82,8 +81,11 @@ class WorkRow:
         request = self.live.request
         if request.grammar is not None:
             return True
-        return request.processors is not None and (
-            counts_tokens(request.sampling) or bool(request.sampling.logit_bias) or self.least > 0
+        processors = request.processors
+        return processors is not None and (
+            counts_tokens(request.sampling)
+            or len(processors.bias) > 0
+            or any(self.length < ban.least for ban in processors.bans)
         )
 
     @property
@@ -149,7 +151,7 @@ def plan_work(
     edits = Edits()
     mask_at: list[int] = []
     for row, begin, size in zip(edited, first.tolist(), sizes.tolist(), strict=False):
-        edits.add(row.live.request, range(begin, begin + size), vocab, row.least)
+        edits.add(row.live.request, range(begin, begin + size), vocab, row.length)
         if row.at in masks:
             mask_at += range(begin, begin + size)
     packed = [masks[row.at] for row in edited if row.at in masks]

@@ -8,13 +8,7 @@ from specplug_fallback.config import FallbackConfig
 
 def plan(config: FallbackConfig, facts: Facts, depth: int | None) -> DraftPlan | Refusal:
     """Plan both, and what they need together."""
-    plans = []
-    for name, options in config.parts():
-        found = facts.plan_of(name, options, depth)
-        if isinstance(found, Refusal):
-            return Refusal(reason=f"its part {name!r}: {found.reason}", try_instead=found.try_instead)
-        plans.append(found)
-    return combined_plan(*plans)
+    return combined_plan(*(facts.plan_of(part.name, part.options, depth, draft=part.draft) for part in config.parts()))
 
 
 SPEC = AlgorithmSpec(

@@ -41,7 +41,8 @@ class MedusaDrafter(Drafter):
             )
             for _ in range(sizes.heads)
         )
-        self.ctx.load(self.heads, "draft", lambda name: name)
+        # A tuned target may lie in the same folder; its names do not begin with a head's number.
+        self.ctx.load(self.heads, "draft", lambda name: name if name.partition(".")[0].isdigit() else None)
 
     def allocate(self, arena: Arena) -> None:
         """Take the state of each slot, and the form of the tree for each depth."""

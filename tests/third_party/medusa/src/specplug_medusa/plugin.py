@@ -11,6 +11,8 @@ OPTION = "--speculative-draft-model-path"
 NEEDS = Capabilities(
     shapes=frozenset({"tree"}), taps=(TapRequest(at="final_norm"),), variable_depth=True, graph_safe=True
 )
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Where published heads are stored."""
 INT = 8
 """Bytes of an index."""
 
@@ -34,7 +36,7 @@ def sizes_of(facts: Facts) -> Sizes | Refusal:
     if not (isinstance(heads, int) and isinstance(layers, int) and heads > 0 and layers >= 0):
         return Refusal(
             reason=f"{OPTION} {facts.draft.path!r}: its config names no medusa_num_heads and medusa_num_layers",
-            try_instead="a folder that `python -m specplug_medusa.convert` wrote",
+            try_instead=f"a folder of Medusa heads, with config.json and {' or '.join(FILES)}",
         )
     if not (isinstance(hidden, int) and isinstance(vocab, int)):
         return Refusal(reason="the target's config names no hidden_size and vocab_size", try_instead="a decoder")
@@ -84,6 +86,7 @@ SPEC = AlgorithmSpec(
     config_model=MedusaConfig,
     plan=plan,
     drafter="specplug_medusa.drafter:MedusaDrafter",
+    draft_files=FILES,
 )
 
 

@@ -1,9 +1,8 @@
 """Manifest of suffix decoding. Torch-free."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from specplug import AlgorithmSpec, Capabilities, DraftPlan, Facts, Problem, Refusal, hookimpl
+from specplug import AlgorithmSpec, Capabilities, DraftPlan, Facts, Refusal, hookimpl
 from specplug_suffix.config import SuffixConfig
 
 NAME = "suffix-decoding"
@@ -12,6 +11,11 @@ NEEDS = Capabilities(shapes=frozenset({"tree"}), runs_on=frozenset({"host"}), va
 
 def plan(config: SuffixConfig, facts: Facts, depth: int | None) -> DraftPlan | Refusal:
     """Plan a tree of `num_draft_tokens` - 1 nodes, as deep as a match leaves room in the tries."""
+    if facts.draft is not None:
+        return Refusal(
+            reason=f"{NAME} drafts from text and reads no draft model",
+            try_instead="leaving --speculative-draft-model-path out",
+        )
     longest = min(config.num_draft_tokens - 1, config.suffix_max_depth - 1)
     longest = longest if depth is None else max(0, min(longest, depth))
     return DraftPlan(needs=NEEDS, nodes=config.num_draft_tokens - 1 if longest else 0, depth=longest)
@@ -39,18 +43,3 @@ SPEC = AlgorithmSpec(
 def specplug_algorithms() -> Sequence[AlgorithmSpec]:
     """Offer suffix decoding."""
     return (SPEC,)
-
-
-@hookimpl
-def specplug_check(algorithm: str, config: Any, plan: DraftPlan, facts: Facts) -> Sequence[Problem]:
-    """Object to a draft model that nobody would read. Not in `plan`: inside a combinator it is another part's."""
-    if algorithm != NAME or facts.draft is None:
-        return ()
-    return (
-        Problem(
-            severity="error",
-            field="draft_model_path",
-            message=f"{NAME} drafts from text and reads no draft model",
-            try_instead="leaving --speculative-draft-model-path out",
-        ),
-    )

@@ -1,0 +1,102 @@
+"""Loss and counts of a draft over a batch, and the gradients of the loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import target
+import torch
+from chats import Batch
+from draft import Draft
+from torch import Tensor
+
+_CHUNK = 2048
+"""Rows whose whole logits exist at once."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """Loss and accuracy summed over rows, for each step; float64 [steps] on the device."""
+
+    loss: Tensor
+    right: Tensor
+    """Rows whose draft of this step and of all before are what the target finds likeliest."""
+    tried: Tensor
+    """Rows right up to the step before, of those that the chat does not end before."""
+    rows: Tensor
+
+    @classmethod
+    def zero(cls, steps: int, device: torch.device) -> Sums:
+        """Return sums of nothing."""
+        return cls(*(torch.zeros(steps, dtype=torch.float64, device=device) for _ in range(4)))
+
+    def add(self, other: Sums) -> None:
+        """Add `other` in place."""
+        self.loss += other.loss
+        self.right += other.right
+        self.tried += other.tried
+        self.rows += other.rows
+
+    def figures(self) -> dict[str, Any]:
+        """Return by depth the loss, and the share of right drafts among the rows that were right up to there; and the
+        length of text that a chain of all steps would be good for on average, begun at every token alike."""
+
+        def shares(part: Tensor, whole: Tensor) -> list[float]:
+            return [round(each, 4) for each in (part / whole.clamp(min=1)).tolist()]
+
+        loss, accepted = shares(self.loss, self.rows), shares(self.right, self.tried)
+        drafted = sum(math.prod(accepted[:depth]) for depth in range(1, len(accepted) + 1))
+        return {"loss": loss, "accepted": accepted, "length": round(1 + drafted, 4)}
+
+
+def precision(device: torch.device) -> torch.autocast:
+    """Return the context that a draft's products are computed in: bfloat16 on CUDA, as they come elsewhere."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def measure(
+    draft: Draft, batch: Batch, reading: target.Reading, picked: Tensor, steps: int, *, learn: bool = False
+) -> Sums:
+    """Return the sums of every step over the rows ``batch.rows[picked]``.
+
+    With `learn`, the gradients of the loss are added to the draft's parameters': the mean over its rows of each step's
+    loss, weighted by `Draft.weights`. A row's loss is minus the sum over the draft's vocabulary of p log q: what of the
+    target's p lies outside cannot be drafted, and counts for nothing.
+
+    Logits over a whole vocabulary are too many to keep, so they are made for some rows at a time and their gradient is
+    taken at once: what is kept is the gradient of the states that they were made from.
+    """
+    device = batch.tokens.device
+    sums, last = Sums.zero(steps, device), len(batch.rows) - 1
+    ahead = torch.arange(steps, device=device)
+    # `step` rows on stands the same token of the same chat; where the chat has ended, nothing counts.
+    here = batch.left[picked, None] >= ahead
+    sums.rows += here.sum(0)
+    weights = torch.tensor(draft.weights(steps), device=device)
+    share = weights / weights.sum() / sums.rows.clamp(min=1)
+    with torch.set_grad_enabled(learn), precision(device):
+        states = draft.states(batch, reading, picked, steps)
+    leaves = [state.detach().requires_grad_(learn) for state in states]
+    for start in range(0, len(picked), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        rows, place = (picked[part, None] + ahead).clamp_max(last).unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        p, best = target.says(draft.target, reading.final[rows], draft.ids)
+        so_far = torch.ones(len(place), dtype=torch.bool, device=device)
+        for step in range(steps):
+            with torch.set_grad_enabled(learn), precision(device):
+                logits = draft.logits(leaves[step][part])
+                wide, wanted = logits.float(), p[place[:, step]]
+                each = wanted.sum(-1) * wide.logsumexp(-1) - (wanted * wide).sum(-1)
+                loss = (each * here[part, step]).sum()
+            if learn:
+                (loss * share[step]).backward()  # type: ignore[no-untyped-call]
+            tried = so_far & here[part, step]
+            so_far = tried & (draft.drafted(logits.detach()) == best[place[:, step]])
+            sums.loss[step] += loss.detach()
+            sums.tried[step] += tried.sum()
+            sums.right[step] += so_far.sum()
+    if learn:
+        torch.autograd.backward(states, [leaf.grad for leaf in leaves])
+    return sums
