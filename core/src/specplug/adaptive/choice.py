@@ -65,8 +65,7 @@ class Offers:
             return choice
         width = count * nodes * self.filled[depth] * self.made
         wide, bare = (self.costs.verify(self.padded, round(self.padded + more)) for more in (width, 0))
-        rate = max(choice.rate, self.rows / self.costs.plain(self.padded))
-        worth = rate * (wide - bare) / (count * nodes)  # tokens that one more draft asked for has to yield
+        worth = choice.rate * (wide - bare) / (count * nodes)  # tokens that one more draft asked for has to yield
         if worth <= 0.0:
             return choice
         reach = self.reach[:, :depth]

@@ -19,7 +19,7 @@ import numpy as np
 from specplug.adaptive.acceptance import ByDepth, ByRow, expected
 from specplug.adaptive.choice import UNKNOWN_RISK, Choice, Offers
 from specplug.adaptive.config import Measured
-from specplug.adaptive.costs import LOOKED, NEWEST, Costs
+from specplug.adaptive.costs import Costs
 from specplug.adaptive.guard import BOUND, USUAL, WINDOW, Guard
 from specplug.adaptive.policy import Decision, Result, Round
 from specplug.adaptive.tiers import Tier, tier_at
@@ -40,18 +40,10 @@ NEAR = 0.1
 """A depth that is believed to be slower than the best one by at most this share is looked at now and then."""
 FIRST_NEAR = 0.25
 """The same for a depth of which no round was timed yet: what is known of it was measured elsewhere, or guessed."""
-WORTH = 0.03
-"""So is one that would yield this share more tokens in a round, though it is believed to be much slower (`FAR`): what
-is known of its cost may have been a hiccup."""
-FAR = 0.6
-"""Most by which it may be slower."""
 LOOKS = 3
 """Rounds of such a look."""
-LOOK_AGAIN, LOOK_MOST = 256, 2048
-"""Rounds until the next look at the same depth; doubled by every look."""
-
-
-Why = Literal["plain", "best", "looked at", "held back", "tried"]
+LOOK_AGAIN = 256
+"""Rounds until the next look at the same depth."""
 
 
 class _Chosen(NamedTuple):
@@ -60,7 +52,7 @@ class _Chosen(NamedTuple):
     decision: Decision
     risk: float = 0.0
     """Plain steps that it may lose."""
-    why: Why = "plain"
+    why: Literal["plain", "best", "held back", "tried"] = "plain"
 
 
 class CostPolicy:
@@ -95,9 +87,8 @@ class CostPolicy:
         self._filled = dict.fromkeys(nodes, 1.0)
         self._fills = dict.fromkeys(nodes, 0)
         self._rounds = 0
-        self._looked: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> rounds with drafts
+        self._looked: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> rounds of the look that goes on
         self._look_from: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> round of the next look
-        self._look_gap: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> rounds from that one to the next
         self._guard = Guard()
         self._since_plain = 0
         self._idle = 0  # plain rounds since drafts were last asked for
@@ -150,37 +141,31 @@ class CostPolicy:
             return plain
         if not any(self.costs.knows_draft(padded, depth) for depth in depths):
             depths = [min(depths, key=lambda depth: (abs(depth - self._start), depth))]
-        if max(flying, default=0.0) >= UNKNOWN_RISK:  # one round that takes nobody knows how long is enough
-            depths = [depth for depth in depths if self.costs.knows_draft(padded, depth)]
-            if not depths:
-                return plain
         by_depth = self._shares[tier]
         reach = by_depth.made * expected(by_depth.shares(), self._rows.factors(slots, by_depth.pooled))
         offers = Offers(self.costs, self._nodes, self._filled, rows, padded, slots, reach, by_depth.made)
-        choices = [offers.pruned(offers.choice(depth)) for depth in depths]
+        choices = [offers.choice(depth) for depth in depths]
         base = self.costs.plain(padded)
         better = [choice for choice in choices if choice.rate * base > rows]
-        if any(self._may(choice.risk, flying) for choice in better):
-            best, why = self._looked_at([choice for choice in choices if self._may(choice.risk, flying)], padded)
-            return _Chosen(Decision(best.depth, tier, best.limits), best.risk, why)
+        allowed = [choice for choice in better if self._may(choice.risk, flying)]
+        if allowed:
+            best = offers.pruned(self._looked_at(allowed, padded))
+            return _Chosen(Decision(best.depth, tier, best.limits), best.risk, "best")
         if better:
             best = max(better, key=lambda choice: choice.rate / max(choice.risk, 1e-3))
             due = self._paid or self._idle >= self._pause
             return self._tried(best, tier, flying) if due else plain._replace(why="held back")
         return self._probe(choices, tier, flying)
 
-    def _looked_at(self, choices: Sequence[Choice], padded: int) -> tuple[Choice, Why]:
-        """Return the fastest choice, or now and then one that may be faster, so that its cost is not a belief."""
+    def _looked_at(self, choices: Sequence[Choice], padded: int) -> Choice:
+        """Return the fastest choice, or now and then one that is nearly as fast, so that its cost is not a belief."""
         ranked = sorted(choices, key=lambda choice: choice.rate, reverse=True)
-        best = ranked[0]
         for choice in ranked:
             due = self._look_from.get((padded, choice.depth))
             near = FIRST_NEAR if due is None else NEAR
-            if choice.tokens >= (1.0 + WORTH) * best.tokens:
-                near = FAR
-            if choice.rate >= (1.0 - near) * best.rate and self._rounds >= (due or 0):
-                return choice, "best" if choice is best else "looked at"
-        return best, "best"
+            if self._rounds >= (due or 0) and choice.rate >= (1.0 - near) * ranked[0].rate:
+                return choice
+        return ranked[0]
 
     def _probe(self, choices: Sequence[Choice], tier: int, flying: Sequence[float]) -> _Chosen:
         """Ask for drafts now and then where plain decoding is fastest: only so it is learned that it no longer is."""
@@ -201,7 +186,7 @@ class CostPolicy:
     def _tried(self, choice: Choice, tier: int, flying: Sequence[float]) -> _Chosen:
         if choice.risk > self._guard.trying - sum(flying):
             return _Chosen(Decision(0, tier), why="held back")
-        return _Chosen(Decision(choice.depth, tier, choice.limits), choice.risk, "tried")
+        return _Chosen(Decision(choice.depth, tier), choice.risk, "tried")
 
     # --- learning ------------------------------------------------------------------------------------------------
 
@@ -210,18 +195,15 @@ class CostPolicy:
         if not round.results:
             return
         decision = max((result.decision for result in round.results), key=lambda decision: decision.depth)
-        looked = False
         if any(chosen.decision is decision for chosen in self._flying):
-            while (chosen := self._flying.popleft()).decision is not decision:
+            while self._flying.popleft().decision is not decision:
                 pass
-            looked = chosen.why == "looked at"
         depth, padded = decision.depth, self._pad(round.rows)
         width = round.tokens + padded - round.rows  # as the tables count: a plain round is as wide as its padded rows
-        weight = LOOKED if looked else NEWEST
         if round.verify is not None:
-            self.costs.add_verify(padded, width, round.verify, weight)
+            self.costs.add_verify(padded, width, round.verify)
         if round.between is not None:
-            self.costs.add_between(padded, depth, round.between, weight)
+            self.costs.add_between(padded, depth, round.between)
         asked = [result for result in round.results if result.limit > 0 and result.decision is decision]
         if not asked:
             self._since_plain = 0
@@ -231,9 +213,8 @@ class CostPolicy:
             return
         self._since_plain += 1
         self._rounds += 1
+        self._look(padded, depth)
         made = any(result.drafted for result in asked)
-        if made:
-            self._look(padded, depth, looked)
         if self.costs.knows_plain(padded):
             took = self.costs.round(padded, width, depth) / self.costs.plain(padded)
             emitted = 1.0 + sum(result.accepted for result in round.results) / round.rows
@@ -258,16 +239,13 @@ class CostPolicy:
         if self._last.depth > 0 and self._paid:
             flying = [chosen.risk for chosen in self._flying][1:]  # the oldest will have ended by then
             chosen = self._chosen(*self._asked, flying)
-            self._ready = chosen if chosen.why in ("best", "looked at") else None
+            self._ready = chosen if chosen.why == "best" else None
 
-    def _look(self, padded: int, depth: int, looked: bool) -> None:
-        """Count a round as one of a look, be it one or not: what is timed anyway need not be looked at."""
+    def _look(self, padded: int, depth: int) -> None:
         at = padded, depth
         self._looked[at] = self._looked.get(at, 0) + 1
-        if self._looked[at] % LOOKS == 0:
-            gap = self._look_gap.get(at, LOOK_AGAIN)
-            self._look_from[at] = self._rounds + gap
-            self._look_gap[at] = min(2 * gap, LOOK_MOST) if looked else LOOK_AGAIN
+        if self._looked[at] >= LOOKS:
+            self._looked[at], self._look_from[at] = 0, self._rounds + LOOK_AGAIN
 
     def _learn(self, asked: Sequence[Result], every: Sequence[Result], decision: Decision) -> None:
         """Take in acceptance: of the rows that got drafts for the tier, and of every row for its request."""
@@ -299,7 +277,6 @@ class CostPolicy:
             "policy": self.name,
             "depth": self._last.depth,
             "rounds": {str(depth): count for depth, count in self._counts.items()},
-            "looks": self._reasons["looked at"],
             "tries": self._reasons["tried"],
             "held_back": self._reasons["held back"],
             "lost": self._guard.lost,

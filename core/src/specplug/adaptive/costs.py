@@ -9,8 +9,6 @@ from specplug.adaptive.config import Measured
 
 NEWEST = 0.2
 """Weight of a new time, once there are a few."""
-LOOKED = 0.5
-"""Weight of a time that was taken to find out whether what is known still holds."""
 SURE = 2
 """Times after which one is believed: the first holds what happens once."""
 MOST = 2.0
@@ -45,7 +43,7 @@ class Line:
         self._note(place)
         self._granted[place] = seconds
 
-    def add(self, place: int, seconds: float, weight: float = NEWEST) -> None:
+    def add(self, place: int, seconds: float) -> None:
         """Take in a real time. The second one may only lower the first, which often held what happens once."""
         self._note(place)
         count = self._count[place] = self._count.get(place, 0) + 1
@@ -54,14 +52,11 @@ class Line:
             self._seconds[place] = min(old, seconds)
         else:
             bounded = min(max(seconds, old / MOST), old * MOST)
-            self._seconds[place] = old + weight * (bounded - old)
+            self._seconds[place] = old + NEWEST * (bounded - old)
         self._moved = None
 
     def get(self, place: int) -> float:
-        """Return the seconds at `place`, on the line through its neighbours; beyond the ends never less than there.
-
-        Less never takes longer than more: where it was seen to, that was a hiccup, or more had better be asked for.
-        """
+        """Return the seconds at `place`, on the line through its neighbours; beyond the ends never less than there."""
         at = self._at
         if place in self._seconds or place in self._granted:
             return self._known(place)
@@ -73,23 +68,20 @@ class Line:
         slope = (above - below) / (high - low)
         if low <= place <= high:
             return below + slope * (place - low)
-        slope = max(slope, (self._known(at[-1]) - self._known(at[0])) / (at[-1] - at[0]))  # two neighbours may be alike
+        slope = max(slope, 0.0)
         if place > high:
             return above + slope * (place - high)
         return max(0.0, below - slope * (low - place))
 
     def times(self) -> Mapping[int, float]:
         """Return what is known."""
-        return {place: self._timed(place) for place in self._at}
+        return {place: self._known(place) for place in self._at}
 
     def _note(self, place: int) -> None:
         if place not in self._seconds and place not in self._granted:
             self._at.insert(bisect_left(self._at, place), place)
 
     def _known(self, place: int) -> float:
-        return min(map(self._timed, self._at[bisect_left(self._at, place) :]))
-
-    def _timed(self, place: int) -> float:
         found = self._seconds.get(place)
         if found is not None:
             return found
@@ -128,13 +120,13 @@ class Costs:
         """Take the time between a decision and the next forward for granted until real ones are known."""
         self._between.setdefault(rows, Line()).grant(depth, seconds)
 
-    def add_verify(self, rows: int, tokens: int, seconds: float, weight: float = NEWEST) -> None:
+    def add_verify(self, rows: int, tokens: int, seconds: float) -> None:
         """Take in the time of a forward."""
-        self._verify.setdefault(rows, Line()).add(_coarse(rows, tokens), seconds, weight)
+        self._verify.setdefault(rows, Line()).add(_coarse(rows, tokens), seconds)
 
-    def add_between(self, rows: int, depth: int, seconds: float, weight: float = NEWEST) -> None:
+    def add_between(self, rows: int, depth: int, seconds: float) -> None:
         """Take in the time between a decision and the next forward."""
-        self._between.setdefault(rows, Line()).add(depth, seconds, weight)
+        self._between.setdefault(rows, Line()).add(depth, seconds)
 
     def plain(self, rows: int) -> float:
         """Return the seconds of a plain step; it must be known."""
