@@ -20,6 +20,8 @@ from specplug import UserError
 
 TEST_ONE_IN = 50
 """One prompt of so many is kept for tests."""
+MOST_TESTED = 400
+"""So many of these are tested on at each save, so that more data does not mean more time for tests."""
 _MULTIPLE = 16
 """Batches are padded to a multiple of it."""
 
@@ -73,8 +75,19 @@ def split(chats: Sequence[Chat], one_in: int = TEST_ONE_IN) -> tuple[list[Chat],
     """Return the chats to train on, and those to test on. Chats of one prompt stand on one side."""
     sides: tuple[list[Chat], list[Chat]] = ([], [])
     for chat in chats:
-        sides[zlib.crc32(chat.tokens[: chat.prompt].tobytes()) % one_in == 0].append(chat)
+        sides[_key(chat) % one_in == 0].append(chat)
     return sides
+
+
+def capped(chats: Sequence[Chat], most: int = MOST_TESTED) -> list[Chat]:
+    """Return `most` of the chats, wherever they stand: those of the smallest checksum of the prompt. Fewer are kept
+    as they are."""
+    return list(chats) if len(chats) <= most else sorted(chats, key=_key)[:most]
+
+
+def _key(chat: Chat) -> int:
+    """Return the checksum of the prompt."""
+    return zlib.crc32(chat.tokens[: chat.prompt].tobytes())
 
 
 def frequent(chats: Sequence[Chat], rows: int, vocab: int) -> Tensor:

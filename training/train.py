@@ -24,6 +24,7 @@ from chats import Batch
 from draft import Draft
 from kinds import KINDS
 from measure import Sums, measure
+from options import at_least, share
 
 from specplug import UserError
 from specplug.models.store import local_model
@@ -63,6 +64,7 @@ def train(args: Any) -> dict[str, Any]:
     source = local_model(args.model, needs_tokenizer=False)
     model = target.load(args.model, dtype=args.dtype, device=args.device)
     known, tests = chats.split(chats.read(args.chats, args.limit, args.cut), args.test_one_in)
+    tests = chats.capped(tests)
     if not known or not tests:
         raise UserError(f"--chats, --limit: {len(known)} chats to train on and {len(tests)} to test on; give more")
     draft = KINDS[args.kind].begin(model, known, args).to(args.device)
@@ -154,28 +156,6 @@ def write_state(
     state = {"kind": args.kind, "draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save({**state, "best": best, "step": step, "seconds": seconds}, partial)
     partial.replace(args.out / _STATE)
-
-
-def at_least(least: int) -> Any:
-    """Return a parser of whole numbers from `least` on."""
-
-    def whole(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-        return int(text)
-
-    return whole
-
-
-def share(text: str) -> float:
-    """Parse a number above 0 and up to 1."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to 1")
-    return found
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

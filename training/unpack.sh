@@ -1,4 +1,4 @@
-# On the GPU host, once for each piece that was carried (training/pack.sh). From the project's root:
+# On the GPU host, once for each piece that was carried (training/pack.sh), the last one last. From the project's root:
 # bash training/unpack.sh
 # When the last piece is there, /tmp/demo-model/demo.gguf is whole and checked.
 set -eu
@@ -6,11 +6,11 @@ mkdir -p /tmp/demo-model
 for piece in .gpu/model-*/part.*; do
   [ -f "$piece" ] && mv "$piece" /tmp/demo-model/
 done
-if [ -f .gpu/model-1/sha256 ]; then mv .gpu/model-1/sha256 /tmp/demo-model/; fi
-ls -l /tmp/demo-model
-if [ -f /tmp/demo-model/part.00 ] && [ -f /tmp/demo-model/part.01 ]; then
+for sum in .gpu/model-*/sha256; do
+  [ -f "$sum" ] || continue
+  mv "$sum" /tmp/demo-model/
   cd /tmp/demo-model
-  cat part.00 part.01 > demo.gguf
+  cat part.* > demo.gguf
   echo "$(cut -d' ' -f1 sha256)  demo.gguf" | sha256sum -c
   rm part.*
-fi
+done

@@ -8,12 +8,12 @@ if [ ! -d "$SITE/specplug" ]; then
   done
   # Kernels that an earlier run brought back (pack.sh). FlashInfer loads what lies in this folder without looking for
   # the objects that it was linked from, which would be too much to carry.
-  if [ -f .gpu/flashinfer.tgz ]; then
+  if [ -f .gpu/flashinfer.txz ]; then
     mkdir -p "$SITE/flashinfer/data/aot" /tmp/flashinfer-kernels
-    tar -xzf .gpu/flashinfer.tgz -C /tmp/flashinfer-kernels
+    python3 -m tarfile -e .gpu/flashinfer.txz /tmp/flashinfer-kernels
     cp -r /tmp/flashinfer-kernels/flashinfer/*/*/cached_ops/* "$SITE/flashinfer/data/aot/"
   fi
-  [ -f .gpu/triton.tgz ] && tar -xzf .gpu/triton.tgz -C ~
+  [ -f .gpu/triton.txz ] && python3 -m tarfile -e .gpu/triton.txz ~
 fi
 export PYTHONPATH=$SITE:$PWD/benchmarks/gpu
 true

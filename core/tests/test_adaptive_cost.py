@@ -227,19 +227,40 @@ def test_a_row_is_forgotten_with_its_request() -> None:
     for _ in range(30):
         policy.observe(Round(2, 8, [Result(5, decision, 3, 3, 0), Result(6, decision, 3, 3, 3)]))
         policy.learn()
-    low, high = policy._rows.factors([5, 6], 0.7)
+    low, high = policy._rows.factors([5, 6], [0.7] * 7)
     assert low < 0.5 < 1.1 < high
     policy.forget(5)
-    assert policy._rows.factors([5], 0.7)[0] == pytest.approx(1.0)
+    assert policy._rows.factors([5], [0.7] * 7)[0] == pytest.approx(1.0)
 
 
 def test_a_row_is_no_better_because_less_was_asked_of_it() -> None:
     """Where the second draft is never right, a request that had one asked and one that had three are alike."""
     # Breaks with: shares of requests that are compared over whatever depths they had.
-    rows = ByRow(2)
+    rows = ByRow(2, 3)
     for _ in range(50):
         rows.add(np.array([0, 1]), np.array([1, 3]), np.array([1, 1]), [1.0, 0.0, 0.0])
-    assert rows.factors([0, 1], 0.5).tolist() == pytest.approx([1.0, 1.0])
+    assert rows.factors([0, 1], [1.0, 0.0, 0.0]).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_requests_are_told_apart_only_as_far_as_chance_does_not_explain_it() -> None:
+    """Eight requests whose drafts are right in one of three cases, and eight of which four always differ."""
+    # Breaks with: a fixed weight for what a request's few rounds say.
+    rng, shares = np.random.default_rng(3), [1 / 3, 1 / 3]
+    at, limits = np.arange(8), np.full(8, 2)
+    alike, apart = ByRow(8, 2), ByRow(8, 2)
+    seen: dict[str, list[np.ndarray]] = {"alike": [], "apart": []}
+    for step in range(600):
+        hits = rng.random((8, 2)) < 1 / 3
+        better = rng.random((8, 2)) < np.where(at % 2, 0.6, 0.05)[:, None]
+        for rows, right in ((alike, hits), (apart, better)):
+            rows.add(at, limits, np.cumprod(right, axis=1).sum(1), shares)
+        if step >= 300:
+            seen["alike"].append(alike.factors(at, shares))
+            seen["apart"].append(apart.factors(at, shares))
+    assert np.std(seen["alike"]) < 0.1
+    found = np.mean(seen["apart"], axis=0)
+    assert found[::2].max() < 0.4
+    assert found[1::2].min() > 1.4
 
 
 def test_rows_without_drafts_say_nothing_of_drafts() -> None:
@@ -252,6 +273,37 @@ def test_rows_without_drafts_say_nothing_of_drafts() -> None:
         policy.learn()
     assert min(policy._shares[0].shares()) > 0.9
     assert policy._shares[0].made == pytest.approx(1 / 3, abs=0.1)
+
+
+@pytest.mark.parametrize(("first", "deeper"), [(0.2, 0.0), (1.0, 0.0), (0.75, 0.75)])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_depths_that_are_nearly_as_good_are_told_apart(first: float, deeper: float, rows: int) -> None:
+    """What the first draft and the later ones are right in; the best depth is chosen nearly always, hiccups or not."""
+    # Breaks with: shares that drift while they are not observed; a request's share that is counted for its tier's
+    # and once more for itself; a hiccup that is believed until the next look.
+    rng, world, policy = random.Random(11), World(0.064, 0.004, 0.02), cost_policy(start=7)
+    worth = {0: 1.0}
+    for depth in DEPTHS[1:]:
+        worth[depth] = 1 + first * sum(deeper**at for at in range(depth))
+    rate = {depth: worth[depth] / (world.verify(rows + rows * depth) + world.between(depth)) for depth in DEPTHS}
+    base, spent, gained = world.verify(rows), 0.0, 0.0
+    for step in range(2400):
+        decision = policy.decide(rows, range(rows))
+        results = []
+        for row in range(rows):
+            limit, accepted = decision.limits.get(row, decision.depth), 0
+            while accepted < limit and rng.random() < (deeper if accepted else first):
+                accepted += 1
+            results.append(Result(row, decision, limit, limit, accepted))
+        tokens = rows + sum(one.limit for one in results)
+        took = world.verify(tokens) * (1.0 + 0.02 * abs(rng.gauss(0, 1))), world.between(decision.depth)
+        hiccup = 2.5 if rng.random() < 0.004 else 1.0
+        policy.observe(Round(rows, tokens, results, hiccup * took[0], took[1]))
+        policy.learn()
+        if step >= 400:  # by expectation, so that luck is no part of it
+            spent += (world.verify(tokens) + took[1]) / base
+            gained += sum(worth[one.limit] for one in results) / rows
+    assert gained / spent >= 0.97 * max(rate.values()) * base
 
 
 @pytest.mark.parametrize("grown", [0.5, 2.0])
@@ -298,11 +350,27 @@ def test_times_between_known_ones_lie_on_a_line() -> None:
     assert falling.get(9) == 1.0, "more never takes less"
 
 
-def test_a_second_time_may_lower_the_first_and_later_ones_count_a_fifth() -> None:
+def test_a_second_time_may_lower_the_first_and_later_ones_count_as_one_among_them() -> None:
     line = Line()
-    for seconds, now in ((9.0, 9.0), (1.0, 1.0), (1.5, 1.1), (100.0, 1.1 + 0.2 * 1.1)):
+    for seconds, now in ((9.0, 9.0), (1.0, 1.0), (1.15, 1.05), (100.0, 1.05 + 0.25 * 0.2625)):
         line.add(1, seconds)
         assert line.get(1) == pytest.approx(now)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_few_times_that_do_not_fit_their_neighbours_are_doubted(times: int) -> None:
+    """A slow machine for some rounds makes no depth look dear; many such times are believed."""
+    # Breaks with: a place that was timed once or twice standing by itself.
+    line = Line()
+    for tokens in (8, 16, 24, 40, 48):
+        for _ in range(20):
+            line.add(tokens, 1.0 + tokens / 100)
+    for _ in range(times):
+        line.add(32, 1.6 * 1.32)
+    assert line.get(32) < (1.25 if times < 2 else 1.5) * 1.32
+    for _ in range(40):
+        line.add(32, 1.6 * 1.32)
+    assert line.get(32) == pytest.approx(1.6 * 1.32)
 
 
 def test_costs_of_another_batch_size_stand_in() -> None:
@@ -327,23 +395,38 @@ def test_shares_count_what_was_reached() -> None:
     assert third > 0.95
 
 
-def test_what_is_not_observed_is_forgotten() -> None:
+def test_shares_that_are_not_observed_stay_and_give_way_at_once() -> None:
+    """A depth that is not drafted is not believed to have become better; two rounds tell that it has."""
+    # Breaks with: shares that drift towards a prior (depths nearly as good are tried over and over).
     shares = ByDepth(2)
     for _ in range(100):
         shares.add(np.array([2]), np.array([1]))
-    assert shares.shares()[1] < 0.1
     for _ in range(600):
         shares.add(np.array([1]), np.array([1]))
-    assert shares.shares()[1] > 0.9
+    assert shares.shares()[1] < 0.1
+    for _ in range(2):
+        shares.add(np.array([2]), np.array([2]))
+    assert shares.shares()[1] > 0.5
+
+
+def test_a_share_is_that_of_a_long_time_until_it_changes() -> None:
+    rng, shares = np.random.default_rng(5), ByDepth(1)
+    found = []
+    for step in range(2000):
+        right = rng.random() < (0.2 if step < 1000 else 0.7)
+        shares.add(np.array([1]), np.array([int(right)]))
+        found.append(shares.shares()[0])
+    assert np.abs(np.array(found[300:1000]) - 0.2).max() < 0.1
+    assert min(found[1040:]) > 0.5
 
 
 def test_expected_drafts_fall_with_depth_and_follow_the_row() -> None:
     found = expected([0.5, 0.5], np.array([1.0, 2.0]))
     assert found.tolist() == [[0.5, 0.25], [0.995, pytest.approx(0.995**2)]]
-    rows = ByRow(2)
+    rows = ByRow(2, 3)
     for _ in range(100):
         rows.add(np.array([0, 1]), np.array([3, 3]), np.array([3, 0]), [0.5, 0.5, 0.5])
-    low, high = sorted(rows.factors([0, 1], 0.5))
+    low, high = sorted(rows.factors([0, 1], [0.5, 0.5, 0.5]))
     assert low < 0.5 < 1.5 < high
 
 

@@ -36,14 +36,14 @@ MOST_LOST = USUAL * BOUND * WINDOW
 """Plain steps that one round counts as at most: more is a hiccup of the machine's, not a price of drafting."""
 DOUBT = 512
 """Plain rounds after which costs that leave nothing to gain are measured again, in case they were a hiccup."""
-NEAR = 0.1
-"""A depth that is believed to be slower than the best one by at most this share is looked at now and then."""
+LOOKS = 2
+"""Rounds of a look at a depth that is not the best one, so that what it costs and yields is no belief."""
+LOOK_SHARE = 0.002
+"""Most time that is given to looking at a depth, as a share: what is slower is looked at less often."""
+LOOK_LEAST = 64
+"""Fewest rounds between two looks at the same depth."""
 FIRST_NEAR = 0.25
-"""The same for a depth of which no round was timed yet: what is known of it was measured elsewhere, or guessed."""
-LOOKS = 3
-"""Rounds of such a look."""
-LOOK_AGAIN = 256
-"""Rounds until the next look at the same depth."""
+"""A depth that was not looked at yet is so at once if it is believed slower than the best by at most this share."""
 
 
 class _Chosen(NamedTuple):
@@ -52,7 +52,9 @@ class _Chosen(NamedTuple):
     decision: Decision
     risk: float = 0.0
     """Plain steps that it may lose."""
-    why: Literal["plain", "best", "held back", "tried"] = "plain"
+    why: Literal["plain", "best", "looked at", "held back", "tried"] = "plain"
+    behind: float = 0.0
+    """Share by which it is believed to be slower than the best depth."""
 
 
 class CostPolicy:
@@ -82,13 +84,13 @@ class CostPolicy:
             ByDepth(deepest, known[min(known, key=lambda rows: abs(rows - tier.least))] if known else ())
             for tier in tiers
         ]
-        self._rows = ByRow(padded[-1])
+        self._rows = ByRow(padded[-1], deepest)
         # By depth, the share of the drafts asked for that are made in rows that get any, and how often it was seen.
         self._filled = dict.fromkeys(nodes, 1.0)
         self._fills = dict.fromkeys(nodes, 0)
         self._rounds = 0
-        self._looked: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> rounds of the look that goes on
-        self._look_from: dict[tuple[int, int], int] = {}  # (padded rows, depth) -> round of the next look
+        # (padded rows, depth) -> rounds of the look that goes on, and the round from which there may be the next.
+        self._looks: dict[tuple[int, int], tuple[int, int]] = {}
         self._guard = Guard()
         self._since_plain = 0
         self._idle = 0  # plain rounds since drafts were last asked for
@@ -122,6 +124,7 @@ class CostPolicy:
         self._flying.append(chosen)
         self._counts[chosen.decision.depth] += 1
         self._reasons[chosen.why] += 1
+        self._look(self._pad(rows), chosen)
         return chosen.decision
 
     def _may(self, risk: float, flying: Sequence[float]) -> bool:
@@ -142,45 +145,46 @@ class CostPolicy:
         if not any(self.costs.knows_draft(padded, depth) for depth in depths):
             depths = [min(depths, key=lambda depth: (abs(depth - self._start), depth))]
         by_depth = self._shares[tier]
-        reach = by_depth.made * expected(by_depth.shares(), self._rows.factors(slots, by_depth.pooled))
+        reach = by_depth.made * expected(by_depth.shares(), self._rows.factors(slots, by_depth.shares()))
         offers = Offers(self.costs, self._nodes, self._filled, rows, padded, slots, reach, by_depth.made)
         choices = [offers.choice(depth) for depth in depths]
         base = self.costs.plain(padded)
         better = [choice for choice in choices if choice.rate * base > rows]
-        allowed = [choice for choice in better if self._may(choice.risk, flying)]
-        if allowed:
-            best = offers.pruned(self._looked_at(allowed, padded))
-            return _Chosen(Decision(best.depth, tier, best.limits), best.risk, "best")
+        if any(self._may(choice.risk, flying) for choice in better):
+            chosen, behind = self._looked_at([each for each in choices if self._may(each.risk, flying)], padded)
+            given = offers.pruned(chosen)
+            why: Literal["best", "looked at"] = "looked at" if behind > 0.0 else "best"
+            return _Chosen(Decision(given.depth, tier, given.limits), given.risk, why, behind)
         if better:
             best = max(better, key=lambda choice: choice.rate / max(choice.risk, 1e-3))
             due = self._paid or self._idle >= self._pause
             return self._tried(best, tier, flying) if due else plain._replace(why="held back")
-        return self._probe(choices, tier, flying)
+        return self._probe(choices, rows, tier, flying)
 
-    def _looked_at(self, choices: Sequence[Choice], padded: int) -> Choice:
-        """Return the fastest choice, or now and then one that is nearly as fast, so that its cost is not a belief."""
+    def _looked_at(self, choices: Sequence[Choice], padded: int) -> tuple[Choice, float]:
+        """Return the fastest choice, or now and then another one, and the share by which that is believed slower."""
         ranked = sorted(choices, key=lambda choice: choice.rate, reverse=True)
-        for choice in ranked:
-            due = self._look_from.get((padded, choice.depth))
-            near = FIRST_NEAR if due is None else NEAR
-            if self._rounds >= (due or 0) and choice.rate >= (1.0 - near) * ranked[0].rate:
-                return choice
-        return ranked[0]
+        for choice in ranked[1:]:
+            behind = 1.0 - choice.rate / ranked[0].rate
+            at = padded, choice.depth
+            if at not in self._looks:
+                self._looks[at] = 0, self._rounds + (0 if behind <= FIRST_NEAR else _pause(behind))
+            if self._rounds >= self._looks[at][1]:
+                return choice, behind
+        return ranked[0], 0.0
 
-    def _probe(self, choices: Sequence[Choice], tier: int, flying: Sequence[float]) -> _Chosen:
+    def _probe(self, choices: Sequence[Choice], rows: int, tier: int, flying: Sequence[float]) -> _Chosen:
         """Ask for drafts now and then where plain decoding is fastest: only so it is learned that it no longer is."""
-        best, most = None, 0.0
-        for choice in choices:
-            worth = (choice.depth - choice.loss) / max(choice.loss, 1e-3)  # with every draft accepted
-            if worth > most:
-                best, most = choice, worth
+        might = [choice for choice in choices if choice.depth > choice.loss]  # if every draft were accepted
+        best = max(might, key=lambda choice: choice.rate, default=None)
         if best is None:
             if self._idle < self._doubt or self._guard.trying - sum(flying) < UNKNOWN_RISK:
                 return _Chosen(Decision(0, tier))
             self._doubt *= 2
             depth = min(choices, key=lambda choice: choice.risk).depth
             return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "tried")
-        due = self._paid or self._idle >= max(PROBE_LEAST, ceil(best.loss / PROBE_SHARE))
+        lost = best.loss + 1.0 - best.tokens / rows  # plain steps, as far as is known
+        due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
 
     def _tried(self, choice: Choice, tier: int, flying: Sequence[float]) -> _Chosen:
@@ -213,7 +217,6 @@ class CostPolicy:
             return
         self._since_plain += 1
         self._rounds += 1
-        self._look(padded, depth)
         made = any(result.drafted for result in asked)
         if self.costs.knows_plain(padded):
             took = self.costs.round(padded, width, depth) / self.costs.plain(padded)
@@ -239,13 +242,15 @@ class CostPolicy:
         if self._last.depth > 0 and self._paid:
             flying = [chosen.risk for chosen in self._flying][1:]  # the oldest will have ended by then
             chosen = self._chosen(*self._asked, flying)
-            self._ready = chosen if chosen.why == "best" else None
+            self._ready = chosen if chosen.why in ("best", "looked at") else None
 
-    def _look(self, padded: int, depth: int) -> None:
-        at = padded, depth
-        self._looked[at] = self._looked.get(at, 0) + 1
-        if self._looked[at] >= LOOKS:
-            self._looked[at], self._look_from[at] = 0, self._rounds + LOOK_AGAIN
+    def _look(self, padded: int, chosen: _Chosen) -> None:
+        """Count a round of a depth, be it a look or the best: what is timed anyway need not be looked at."""
+        at = padded, chosen.decision.depth
+        if chosen.decision.depth == 0 or chosen.why not in ("best", "looked at"):
+            return
+        rounds = self._looks.get(at, (0, 0))[0] + 1
+        self._looks[at] = (0, self._rounds + _pause(chosen.behind)) if rounds >= LOOKS else (rounds, 0)
 
     def _learn(self, asked: Sequence[Result], every: Sequence[Result], decision: Decision) -> None:
         """Take in acceptance: of the rows that got drafts for the tier, and of every row for its request."""
@@ -277,6 +282,7 @@ class CostPolicy:
             "policy": self.name,
             "depth": self._last.depth,
             "rounds": {str(depth): count for depth, count in self._counts.items()},
+            "looks": self._reasons["looked at"],
             "tries": self._reasons["tried"],
             "held_back": self._reasons["held back"],
             "lost": self._guard.lost,
@@ -289,3 +295,8 @@ class CostPolicy:
 
     def _pad(self, rows: int) -> int:
         return next((each for each in self._padded if each >= rows), rows)
+
+
+def _pause(behind: float) -> int:
+    """Return the rounds until the next look at a depth that is slower than the best one by the share `behind`."""
+    return max(LOOK_LEAST, ceil(LOOKS * behind / LOOK_SHARE))

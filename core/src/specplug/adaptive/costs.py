@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from specplug.adaptive.config import Measured
 
-NEWEST = 0.2
-"""Weight of a new time, once there are a few."""
+NEWEST = 0.1
+"""Weight of a new time, once there are many: of fewer, it is that of one among them."""
 SURE = 2
 """Times after which one is believed: the first holds what happens once."""
-MOST = 2.0
+DRAWN = 2.0
+"""Times that a place's neighbours weigh as much as, while it was timed a few times only."""
+SETTLED = 16
+"""Times from which a place stands by itself."""
+DOUBTED = 1.25
+"""A place's only time counts as at most this multiple of what its neighbours say."""
+MOST = 1.25
 """A new time counts as at most this multiple of what was known, and at least its inverse: a hiccup is no trend."""
 
 
@@ -23,7 +29,8 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._at: list[int] = []
+        self._at: list[int] = []  # all known places, and those that are sure, both ascending
+        self._sure: list[int] = []
         self._seconds: dict[int, float] = {}
         self._count: dict[int, int] = {}
         self._granted: dict[int, float] = {}
@@ -42,24 +49,49 @@ class Line:
         """Take a time for granted until there are real ones."""
         self._note(place)
         self._granted[place] = seconds
+        _insert(self._sure, place)
 
     def add(self, place: int, seconds: float) -> None:
         """Take in a real time. The second one may only lower the first, which often held what happens once."""
         self._note(place)
         count = self._count[place] = self._count.get(place, 0) + 1
+        if count == SURE:
+            _insert(self._sure, place)
         old = self._seconds.get(place, seconds)
         if count <= SURE:
             self._seconds[place] = min(old, seconds)
         else:
             bounded = min(max(seconds, old / MOST), old * MOST)
-            self._seconds[place] = old + NEWEST * (bounded - old)
+            self._seconds[place] = old + max(NEWEST, 1.0 / count) * (bounded - old)
         self._moved = None
 
     def get(self, place: int) -> float:
-        """Return the seconds at `place`, on the line through its neighbours; beyond the ends never less than there."""
-        at = self._at
-        if place in self._seconds or place in self._granted:
-            return self._known(place)
+        """Return the seconds at `place`: its own times, drawn to the line through its neighbours while they are few."""
+        own, count = self._seconds.get(place), self._count.get(place, 0)
+        if own is None:
+            return self._beside(place, self._at)
+        if count >= SETTLED:
+            return own
+        if place in self._granted:
+            others = self._taken(place)
+        else:
+            # The first place is that of plain steps, which take another way.
+            known = [at for at in self._sure if at != place and at != self._at[0]]
+            if len(known) < 2 or place == self._at[0]:
+                return own
+            others = self._beside(place, known)
+        if count < SURE:
+            own = min(own, DOUBTED * others)
+        return (count * own + DRAWN * others) / (count + DRAWN)
+
+    def times(self) -> Mapping[int, float]:
+        """Return what is known."""
+        return {place: self.get(place) for place in self._at}
+
+    def _beside(self, place: int, at: Sequence[int]) -> float:
+        """Return what the times at `at` (ascending) say of `place`; beyond the ends never less than there."""
+        if place in self._granted:
+            return self._taken(place)
         if len(at) == 1:
             return self._known(at[0])
         right = min(max(bisect_left(at, place), 1), len(at) - 1)
@@ -68,23 +100,20 @@ class Line:
         slope = (above - below) / (high - low)
         if low <= place <= high:
             return below + slope * (place - low)
-        slope = max(slope, 0.0)
-        if place > high:
-            return above + slope * (place - high)
-        return max(0.0, below - slope * (low - place))
-
-    def times(self) -> Mapping[int, float]:
-        """Return what is known."""
-        return {place: self._known(place) for place in self._at}
+        if place < low:
+            return max(0.0, below - max(slope, 0.0) * (low - place))
+        overall = (above - self._known(at[0])) / (high - at[0])  # two neighbours may differ by chance alone
+        return above + max(slope, overall, 0.0) * (place - high)
 
     def _note(self, place: int) -> None:
-        if place not in self._seconds and place not in self._granted:
-            self._at.insert(bisect_left(self._at, place), place)
+        _insert(self._at, place)
 
     def _known(self, place: int) -> float:
         found = self._seconds.get(place)
-        if found is not None:
-            return found
+        return self._taken(place) if found is None else found
+
+    def _taken(self, place: int) -> float:
+        """Return what was granted, moved by what real times came out above it."""
         if self._moved is None:
             above = [self._seconds[at] - was for at, was in self._granted.items() if self._count.get(at, 0) >= SURE]
             self._moved = sum(above) / len(above) if above else 0.0
@@ -176,6 +205,13 @@ class Costs:
     def _has(self, lines: Mapping[int, Line], rows: int, at: int) -> bool:
         line = lines.get(rows)
         return line is not None and line.has(at, SURE)
+
+
+def _insert(places: list[int], place: int) -> None:
+    """Put `place` where it belongs, unless it is there."""
+    at = bisect_left(places, place)
+    if at == len(places) or places[at] != place:
+        places.insert(at, place)
 
 
 def _coarse(rows: int, tokens: int) -> int:
