@@ -101,24 +101,15 @@ def _info(model: str) -> Any:
 
     return EngineInfo(
         model=model,
-        algorithm="none",
-        distribution="",
         vocab=VOCAB,
         max_tokens=1 << 20,
         eos_ids=(),
-        nodes=0,
-        depth=0,
         pages=1,
         page_size=1,
         max_running_requests=1024,
         max_queued_requests=1024,
-        acceptance="auto",
-        lossy="",
         device="cpu",
         dtype="float32",
-        settings={},
-        warnings=(),
-        memory={},
     )
 
 

@@ -63,7 +63,8 @@ def template_of(tokenizer: Any) -> Template:
     messages = [{"role": "user", "content": _MARK}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in text.split(_MARK, 1))
-    special = frozenset(tokenizer.all_special_ids)
+    marked = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    special = frozenset((*tokenizer.all_special_ids, *marked))  # the first are the named ones alone
     if not head or not tail or tail[0] not in special:
         raise UserError("--model: its chat template does not end a user turn with a special token; give another model")
     return Template(head, tail, special)

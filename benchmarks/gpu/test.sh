@@ -14,6 +14,7 @@ run kernels $gpu/test_units.py $gpu/test_decide.py $gpu/test_layers.py
 run greedy $gpu/test_engine.py -k "greedy_ids"
 run alike $gpu/test_engine.py -k "long or neighbours or same_seed or replay or steps_say or run_ahead"
 run rest $gpu/test_engine.py -k "not (greedy_ids or long or neighbours or same_seed or replay or steps_say or run_ahead)"
+run kit core/tests/kit/test_kit_cuda.py
 for folder in plugins/*/tests; do
   run "$(echo "$folder" | cut -d/ -f2)" "$folder"
 done

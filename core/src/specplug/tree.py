@@ -7,6 +7,7 @@ node i is the row's token ``i + 1``.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,12 +43,12 @@ def restricted(tokens: Sequence[int], parents: Sequence[int], kept: Sequence[int
 
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
     """Return bool [1 + n, 1 + n]: entry (i, j) says that row token i sees row token j (itself, or an ancestor)."""
-    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+    mask = np.eye(len(parents) + 1, dtype=bool)  # numpy: a row at a time costs a tenth of torch's
     mask[:, 0] = True
     for node, parent in enumerate(parents):
         if parent >= 0:
             mask[node + 1] |= mask[parent + 1]
-    return mask
+    return torch.from_numpy(mask)
 
 
 def valid_prefix(tokens: Sequence[int], parents: Sequence[int], vocab: int) -> int:

@@ -254,6 +254,14 @@ class NoScratchRow(DenseTable):
         super().propose(step, out)
 
 
+class OnTheHost(DenseTable):
+    """Makes a tensor on the CPU, wherever the engine runs."""
+
+    def propose(self, step: Any, out: Any) -> None:
+        step.kv_len + torch.zeros(len(step.slots), dtype=torch.int64)
+        super().propose(step, out)
+
+
 class Truncating(DenseTable):
     """Drops a draft by its own probability: what exists no longer follows q."""
 

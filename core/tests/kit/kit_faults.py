@@ -103,6 +103,16 @@ def believing(accept: Any) -> Any:
     return faulty
 
 
+def once(record: Any) -> Any:
+    """What was recorded for a device runs once, and never again."""
+
+    def faulty(self: Any, fn: Any) -> Any:
+        record(self, fn)
+        return lambda: None
+
+    return faulty
+
+
 def unmasked(allowed: Any) -> Any:
     """No grammar forbids a token."""
     return lambda rows, vocab: None

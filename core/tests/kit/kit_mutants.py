@@ -21,6 +21,7 @@ from kit_drafters import DenseTable, LookBack
 from specplug import AlgorithmSpec, Capabilities, Drafter, hookimpl
 from specplug.models.target import Target
 from specplug.runtime import drafting, host, kv, ledger, scheduler, stop
+from specplug.runtime.device import capture
 from specplug.testing.bench import Bench, Kind
 from specplug.testing.conformance import DrafterConformance, check_names
 from specplug.testing.registry import write_distribution
@@ -185,22 +186,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "sampled_distribution:rejection",
     ),
     _core(host, "allowed", faults.unmasked, "a_grammar_is_kept:coupled", "a_grammar_is_kept:rejection"),
+    _core(capture.Capturer, "record", faults.once, "device_path_equals_reference"),
 )
 
-UNTRIED = {
-    "cuda_equals_reference": "needs CUDA, and looks there for what `device_path_equals_reference` looks for here"
-}
-"""Checks without a mutant here, and why."""
+CUDA_MUTANTS: tuple[Mutant, ...] = (
+    _drafter(drafters.OnTheHost, "cuda_equals_reference:True", "cuda_equals_reference:False"),
+    _core(capture.Capturer, "record", faults.once, "cuda_equals_reference:True"),
+)
+"""What a check that needs CUDA must notice there (`test_kit_cuda`)."""
+
+ON_CUDA = ("cuda_equals_reference",)
+"""Checks that need CUDA, so that no row of the page tells of them."""
 
 
 def checks() -> list[str]:
-    """Return every check that is tried, one entry for each value it is parametrised with."""
+    """Return every check that is tried on a CPU, one entry for each value it is parametrised with."""
     found = []
     for name in check_names():
-        marks = getattr(getattr(DrafterConformance, f"test_{name}"), "pytestmark", ())
-        values = [mark.args[1] for mark in marks if mark.name == "parametrize"]
-        found += [f"{name}:{value}" for value in values[0]] if values else [name]
-    return [check for check in found if check.partition(":")[0] not in UNTRIED]
+        if name not in ON_CUDA:
+            found += [f"{name}:{value}" for value in values(name)] or [name]
+    return found
+
+
+def values(name: str) -> dict[str, Any]:
+    """Return what a check is parametrised with, by its spelling; nothing where it is not."""
+    marks = getattr(getattr(DrafterConformance, f"test_{name}"), "pytestmark", ())
+    return {str(value): value for mark in marks if mark.name == "parametrize" for value in mark.args[1]}
 
 
 def sound(mutant: Mutant) -> Mutant:
@@ -245,6 +256,16 @@ def conformance(mutant: Mutant, site: Path) -> type[DrafterConformance]:
 
 
 @contextmanager
+def _known_as(name: str, module: ModuleType) -> Iterator[None]:
+    """Put `module` among those imported, for a while; others that are imported meanwhile stay, as some must."""
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+@contextmanager
 def opened(mutant: Mutant, folder: Path) -> Iterator[tuple[DrafterConformance, Bench]]:
     """Offer `mutant` through a distribution of its own, open a bench for it, and put its fault into the core."""
     spec, module, site = spec_of(mutant), ModuleType(MANIFEST), folder / "site"
@@ -259,7 +280,7 @@ def opened(mutant: Mutant, folder: Path) -> Iterator[tuple[DrafterConformance, B
     subject = conformance(mutant, site)
     drafters.Global.shared.clear()
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(sys.modules, {MANIFEST: module}))
+        stack.enter_context(_known_as(MANIFEST, module))
         bench = subject.open_bench(folder / "bench")
         (folder / "bench").mkdir()
         if mutant.core is not None:
@@ -275,6 +296,6 @@ def run_check(check: str, subject: DrafterConformance, bench: Bench) -> None:
     if name == "no_check_is_missing":
         function()
     elif value:
-        function(bench, value)
+        function(bench, values(name)[value])
     else:
         function(bench)

@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from kit_mutants import MUTANTS, UNTRIED, Mutant, checks, opened, run_check
+from kit_mutants import CUDA_MUTANTS, MUTANTS, Mutant, checks, opened, run_check
 
 from specplug.runtime.engine import Engine
 
@@ -38,7 +38,7 @@ them all. If a drafter of yours fails the checks of one row, look for that row's
 
 A check behind whose name a colon stands runs for several values. The names of the core's mutants say what is
 replaced. `python core/tests/kit/kit_table.py` writes this page; the tests of the core hold it to the code, and those
-marked `slow` run every row anew.
+marked `slow` run every row anew, those marked `gpu` what needs CUDA.
 """
 TITLES = ("| mutant | what is wrong | must be noticed by | is noticed by, too |", "|---|---|---|---|")
 
@@ -82,12 +82,14 @@ def also(mutant: Mutant, found: Sequence[str]) -> str:
 
 def page(cells: Mapping[str, str]) -> str:
     """Return the page; `cells`: mutant -> its last cell."""
-    left_out = "".join(f"`{check}` is not tried: it {why}.\n" for check, why in UNTRIED.items())
+    on_cuda = "".join(
+        f"On CUDA {codes(mutant.must)} must notice {mutant.name}: {mutant.fault}\n" for mutant in CUDA_MUTANTS
+    )
     rows = [
         f"| {mutant.name} | {mutant.fault} | {codes(mutant.must)} | {cells[mutant.name]} |".replace("  |", " |")
         for mutant in MUTANTS
     ]
-    return "\n".join([HEAD + left_out, *TITLES, *rows, ""])
+    return "\n".join([HEAD + on_cuda, *TITLES, *rows, ""])
 
 
 def codes(names: Iterable[str]) -> str:

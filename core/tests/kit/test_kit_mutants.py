@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit_mutants import MUTANTS, UNTRIED, Mutant, checks, opened, run_check, sound
+from kit_mutants import CUDA_MUTANTS, MUTANTS, ON_CUDA, Mutant, checks, opened, run_check, sound, values
 
 from specplug.testing import checks_engine
 from specplug.testing.bench import Bench
@@ -60,9 +60,18 @@ def test_what_is_sound_passes(drafter: Mutant, check: str, tmp_path: Path) -> No
 
 
 def test_every_check_has_a_mutant() -> None:
-    """A new check needs one here, or a reason in `UNTRIED`."""
+    """A new check needs one in `MUTANTS`, or in `CUDA_MUTANTS` if it runs there alone."""
     assert {check for mutant in MUTANTS for check in mutant.must} == set(checks())
-    assert {check.partition(":")[0] for check in checks()} | UNTRIED.keys() == set(check_names())
+    there = {f"{name}:{value}" for name in ON_CUDA for value in values(name)}
+    assert {check for mutant in CUDA_MUTANTS for check in mutant.must} == there
+    assert {check.partition(":")[0] for check in checks()} | set(ON_CUDA) == set(check_names())
+
+
+@pytest.mark.parametrize("check", ["greedy_equals_reference", "device_path_equals_reference", "nothing_waits"])
+def test_a_tensor_on_the_cpu_shows_on_cuda_only(check: str, tmp_path: Path) -> None:
+    [mutant] = [mutant for mutant in CUDA_MUTANTS if mutant.name == "OnTheHost"]
+    with opened(mutant, tmp_path) as (subject, bench):
+        run_fully(check, subject, bench)
 
 
 def test_every_mutant_differs_and_says_what_is_wrong() -> None:

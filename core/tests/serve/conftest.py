@@ -130,13 +130,8 @@ class FakeClient:
             page_size=4,
             max_running_requests=2,
             max_queued_requests=4,
-            acceptance="auto",
-            lossy="",
             device="cpu",
             dtype="float32",
-            settings={},
-            warnings=(),
-            memory={},
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -35,9 +36,9 @@ class Choice:
         return self.tokens / self.seconds if self.seconds > 0 else float("inf")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Offers:
-    """One batch, and what is known of it. Made for one decision; the time of its plain steps must be known."""
+    """One batch, and what is known of it at one time; the time of its plain steps must be known."""
 
     costs: Costs
     nodes: Mapping[int, int]
@@ -46,17 +47,34 @@ class Offers:
     """Share of the drafts asked for that are made, in rows that get any, by depth."""
     rows: int
     padded: int
+    tier: int
     slots: Sequence[int]
     """Slots of the rows that may have drafts."""
+    depths: Sequence[int]
+    """That may be chosen, without 0."""
     reach: np.ndarray
     """float [len(slots), depths]: chance that a row that asks for it has its draft at each depth accepted."""
     made: float
     """Share of the rows that get any drafts, of those that ask for some."""
 
-    def choice(self, depth: int) -> Choice:
-        """Return what comes of every row asking for all drafts of `depth`."""
-        tokens = self.rows + float(self.reach[:, :depth].sum())
-        return self._choice(depth, tokens, len(self.slots), len(self.slots) * self.nodes[depth])
+    @cached_property
+    def choices(self) -> Sequence[Choice]:
+        """What comes of every row asking for all drafts of each depth; the fastest first."""
+        tokens = self.rows + self.reach.sum(0).cumsum()
+        count = len(self.slots)
+        found = [self._choice(at, float(tokens[at - 1]), count, count * self.nodes[at]) for at in self.depths]
+        return sorted(found, key=lambda choice: choice.rate, reverse=True)
+
+    @cached_property
+    def fastest(self) -> Choice:
+        """The first of `choices`, pruned."""
+        return self.pruned(self.choices[0])
+
+    @cached_property
+    def better(self) -> Sequence[Choice]:
+        """Those of `choices` that are expected to be faster than plain decoding."""
+        plain = self.rows / self.costs.plain(self.padded)
+        return [choice for choice in self.choices if choice.rate > plain]
 
     def pruned(self, choice: Choice) -> Choice:
         """Take drafts from rows where they are worth less than the time they cost, if the whole gains by it."""

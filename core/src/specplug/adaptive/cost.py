@@ -38,10 +38,12 @@ DOUBT = 512
 """Plain rounds after which costs that leave nothing to gain are measured again, in case they were a hiccup."""
 LOOKS = 2
 """Rounds of a look at a depth that is not the best one, so that what it costs and yields is no belief."""
-LOOK_SHARE = 0.002
+LOOK_SHARE = 0.001
 """Most time that is given to looking at a depth, as a share: what is slower is looked at less often."""
-LOOK_LEAST = 64
+LOOK_LEAST = 256
 """Fewest rounds between two looks at the same depth."""
+STALE = 16
+"""Plain rounds after which what is expected of drafts is worked out anew: costs may have changed."""
 FIRST_NEAR = 0.25
 """A depth that was not looked at yet is so at once if it is believed slower than the best by at most this share."""
 
@@ -99,28 +101,23 @@ class CostPolicy:
         self._paid = False  # the newest drafted round gained
         self._last = Decision(0)
         self._asked: tuple[int, Sequence[int]] = 0, ()
+        self._offers: Offers | None = None  # for what was asked last; None: nothing but plain decoding
+        self._observed = self._weighed = 0  # rounds, and how many there were when the offers were made
         self._flying: deque[_Chosen] = deque(maxlen=8)  # not observed yet
         self._unlearned: list[tuple[Decision, Sequence[Result], Sequence[Result]]] = []
-        self._ready: _Chosen | None = None  # worked out beforehand for what was asked last
         self._counts = dict.fromkeys(sorted({0, *nodes}), 0)
         self._reasons: Counter[str] = Counter()
 
     # --- choosing ------------------------------------------------------------------------------------------------
 
     def decide(self, rows: int, slots: Sequence[int]) -> Decision:
-        """See `Policy`."""
-        ready, self._ready = self._ready, None
-        flying = [chosen.risk for chosen in self._flying]
-        if (
-            ready is not None
-            and self._asked == (rows, slots)
-            and self._since_plain < REFRESH
-            and self._may(ready.risk, flying)
-        ):
-            chosen = ready._replace(decision=ready.decision._replace())  # one of its own, by which it is told apart
-        else:
-            chosen = self._chosen(rows, slots, flying)
-        self._last, self._asked = chosen.decision, (rows, slots)
+        """See `Policy`. The device may wait for it, so what is expected of each depth was worked out by `learn`."""
+        offers = self._offers
+        if offers is None or offers.rows != rows or offers.slots != slots:
+            self._weigh(rows, slots)
+        self._asked = rows, slots
+        chosen = self._chosen([chosen.risk for chosen in self._flying])
+        self._last = chosen.decision
         self._flying.append(chosen)
         self._counts[chosen.decision.depth] += 1
         self._reasons[chosen.why] += 1
@@ -135,55 +132,64 @@ class CostPolicy:
         open_risk = max(sum(flying), len(flying) * risk)
         return risk <= self._guard.usual and risk + open_risk <= self._guard.trying
 
-    def _chosen(self, rows: int, slots: Sequence[int], flying: Sequence[float]) -> _Chosen:
+    def _weigh(self, rows: int, slots: Sequence[int]) -> None:
+        """Work out what is expected of each depth, if anything is known of it."""
+        self._offers, self._weighed = None, self._observed
         padded = self._pad(rows)
         tier = tier_at(self._tiers, padded)
         depths = [depth for depth in self._tiers[tier].candidates if depth > 0]
-        plain = _Chosen(Decision(0, tier))
-        if not depths or not slots or not self.costs.knows_plain(padded) or self._since_plain >= REFRESH:
-            return plain
+        if not depths or not slots or not self.costs.knows_plain(padded):
+            return
         if not any(self.costs.knows_draft(padded, depth) for depth in depths):
             depths = [min(depths, key=lambda depth: (abs(depth - self._start), depth))]
         by_depth = self._shares[tier]
-        reach = by_depth.made * expected(by_depth.shares(), self._rows.factors(slots, by_depth.shares()))
-        offers = Offers(self.costs, self._nodes, self._filled, rows, padded, slots, reach, by_depth.made)
-        choices = [offers.choice(depth) for depth in depths]
-        base = self.costs.plain(padded)
-        better = [choice for choice in choices if choice.rate * base > rows]
+        shares = by_depth.shares()
+        reach = by_depth.made * expected(shares, self._rows.factors(slots, shares))
+        self._offers = Offers(
+            self.costs, self._nodes, self._filled, rows, padded, tier, slots, depths, reach, by_depth.made
+        )
+
+    def _chosen(self, flying: Sequence[float]) -> _Chosen:
+        """Choose, `flying` being what rounds on their way may lose."""
+        offers = self._offers
+        if offers is None or self._since_plain >= REFRESH:
+            return _Chosen(Decision(0, tier_at(self._tiers, self._pad(self._asked[0]))))
+        tier, better = offers.tier, offers.better
         if any(self._may(choice.risk, flying) for choice in better):
-            chosen, behind = self._looked_at([each for each in choices if self._may(each.risk, flying)], padded)
-            given = offers.pruned(chosen)
+            chosen, behind = self._looked_at([each for each in offers.choices if self._may(each.risk, flying)], offers)
+            given = offers.fastest if chosen is offers.choices[0] else offers.pruned(chosen)
             why: Literal["best", "looked at"] = "looked at" if behind > 0.0 else "best"
             return _Chosen(Decision(given.depth, tier, given.limits), given.risk, why, behind)
         if better:
             best = max(better, key=lambda choice: choice.rate / max(choice.risk, 1e-3))
             due = self._paid or self._idle >= self._pause
-            return self._tried(best, tier, flying) if due else plain._replace(why="held back")
-        return self._probe(choices, rows, tier, flying)
+            return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier), why="held back")
+        return self._probe(offers, flying)
 
-    def _looked_at(self, choices: Sequence[Choice], padded: int) -> tuple[Choice, float]:
-        """Return the fastest choice, or now and then another one, and the share by which that is believed slower."""
-        ranked = sorted(choices, key=lambda choice: choice.rate, reverse=True)
-        for choice in ranked[1:]:
-            behind = 1.0 - choice.rate / ranked[0].rate
-            at = padded, choice.depth
-            if at not in self._looks:
-                self._looks[at] = 0, self._rounds + (0 if behind <= FIRST_NEAR else _pause(behind))
-            if self._rounds >= self._looks[at][1]:
+    def _looked_at(self, choices: Sequence[Choice], offers: Offers) -> tuple[Choice, float]:
+        """Return the first choice, or now and then another one, and the share by which that is believed slower."""
+        for choice in choices[1:]:
+            at = offers.padded, choice.depth
+            due = self._looks.get(at)
+            if due is not None and self._rounds < due[1]:
+                continue
+            behind = 1.0 - choice.rate / choices[0].rate
+            if due is not None or behind <= FIRST_NEAR:
                 return choice, behind
-        return ranked[0], 0.0
+            self._looks[at] = 0, self._rounds + _pause(behind)
+        return choices[0], 0.0
 
-    def _probe(self, choices: Sequence[Choice], rows: int, tier: int, flying: Sequence[float]) -> _Chosen:
+    def _probe(self, offers: Offers, flying: Sequence[float]) -> _Chosen:
         """Ask for drafts now and then where plain decoding is fastest: only so it is learned that it no longer is."""
-        might = [choice for choice in choices if choice.depth > choice.loss]  # if every draft were accepted
-        best = max(might, key=lambda choice: choice.rate, default=None)
+        tier = offers.tier
+        best = next((choice for choice in offers.choices if choice.depth > choice.loss), None)  # with all accepted
         if best is None:
             if self._idle < self._doubt or self._guard.trying - sum(flying) < UNKNOWN_RISK:
                 return _Chosen(Decision(0, tier))
             self._doubt *= 2
-            depth = min(choices, key=lambda choice: choice.risk).depth
+            depth = min(offers.choices, key=lambda choice: choice.risk).depth
             return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "tried")
-        lost = best.loss + 1.0 - best.tokens / rows  # plain steps, as far as is known
+        lost = best.loss + 1.0 - best.tokens / offers.rows  # plain steps, as far as is known
         due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
 
@@ -198,6 +204,7 @@ class CostPolicy:
         """See `Policy`. What it cost counts at once; what it says of acceptance waits for `learn`."""
         if not round.results:
             return
+        self._observed += 1
         decision = max((result.decision for result in round.results), key=lambda decision: decision.depth)
         if any(chosen.decision is decision for chosen in self._flying):
             while self._flying.popleft().decision is not decision:
@@ -233,16 +240,14 @@ class CostPolicy:
         self._unlearned.append((decision, asked, round.results))
 
     def learn(self) -> None:
-        """See `Policy`. What is to be decided next is worked out here as well, if it comes to drafting again."""
-        if not self._unlearned:
-            return
+        """See `Policy`. What is expected of each depth is worked out here, if it may be asked for next."""
         for decision, asked, every in self._unlearned:
             self._learn(asked, every, decision)
+        if self._unlearned or self._offers is None or self._observed - self._weighed >= STALE:
+            self._weigh(*self._asked)
+            if self._offers is not None:
+                _ = self._offers.better, self._offers.fastest  # kept there
         self._unlearned.clear()
-        if self._last.depth > 0 and self._paid:
-            flying = [chosen.risk for chosen in self._flying][1:]  # the oldest will have ended by then
-            chosen = self._chosen(*self._asked, flying)
-            self._ready = chosen if chosen.why in ("best", "looked at") else None
 
     def _look(self, padded: int, chosen: _Chosen) -> None:
         """Count a round of a depth, be it a look or the best: what is timed anyway need not be looked at."""
@@ -274,7 +279,7 @@ class CostPolicy:
     def forget(self, slot: int) -> None:
         """See `Policy`."""
         self._rows.forget(slot)
-        self._ready = None
+        self._offers = None
 
     def report(self) -> dict[str, Any]:
         """See `Policy`."""

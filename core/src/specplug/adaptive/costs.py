@@ -17,7 +17,7 @@ SETTLED = 16
 """Times from which a place stands by itself."""
 DOUBTED = 1.25
 """A place's only time counts as at most this multiple of what its neighbours say."""
-MOST = 1.25
+MOST = 1.05
 """A new time counts as at most this multiple of what was known, and at least its inverse: a hiccup is no trend."""
 
 

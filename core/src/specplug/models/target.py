@@ -1,6 +1,6 @@
 """A target ready to run: model, tokenizer and what ends its answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from specplug.errors import UserError
 from specplug.facts import LoadFormat
+from specplug.generation import Suppressed, suppressed
 from specplug.models.base import TargetModel
 from specplug.models.decoder import Decoder, stored_name
 from specplug.models.family import is_covered
@@ -30,6 +31,11 @@ class Target:
     checkpoint: Checkpoint
     eos_ids: tuple[int, ...]
     """Token ids that end an answer; may be empty."""
+    never: Suppressed = field(init=False)
+    """Token ids that no answer holds, or begins with, of the checkpoint's generation config."""
+
+    def __post_init__(self) -> None:
+        self.never = suppressed(self.checkpoint.generation, self.model.vocab_size)
 
 
 def load_target(

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specplug.errors import UserError
-from specplug.generation import suppressed
 from specplug.grammar.compile import compiler_for
 from specplug.models.target import Target
 from specplug.runtime.processors import LogitsProcessor, processors_for
@@ -56,7 +55,6 @@ def make_requests(
     compiler = None
     if params.response_format is not None:
         compiler = compiler_for(target.tokenizer, vocab, target.eos_ids)
-    never = suppressed(target.checkpoint.generation, vocab)
     seed = secrets.randbits(62) if params.seed is None else params.seed
     most = min(params.max_tokens or room, room)
     tokenizer = target.tokenizer if params.detokenize or params.stop else None
@@ -69,7 +67,9 @@ def make_requests(
             seed=seed,
             max_drafted=max_drafted,
             output=Output(tokenizer, ends, params.stop, most, params.min_tokens),
-            processors=processors_for(params, tokens, ends=ends, vocab=vocab, custom=logits_processor, never=never),
+            processors=processors_for(
+                params, tokens, ends=ends, vocab=vocab, custom=logits_processor, never=target.never
+            ),
             grammar=compiler.grammar(params.response_format) if compiler and params.response_format else None,
             choice=choice,
         )

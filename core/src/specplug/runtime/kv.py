@@ -74,9 +74,13 @@ class PagePool:
 
     def rows(self, slot: int, start: int, stop: int) -> np.ndarray:
         """Return the pool rows of the tokens `start` to `stop` of `slot`, int64."""
-        index = np.arange(start, stop)
-        pages: np.ndarray = self.table[slot, index // self.page_size]
-        return pages * self.page_size + index % self.page_size
+        return self.rows_of(slot, np.arange(start, stop))
+
+    def rows_of(self, slots: int | np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Return the pool rows, int64, of the tokens `index` of `slots`; the two are broadcast."""
+        page, within = np.divmod(index, self.page_size)
+        pages: np.ndarray = self.table[slots, page]
+        return pages * self.page_size + within
 
 
 class KVPool:

@@ -20,38 +20,41 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 # --- what callers of the client see --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What is true of an engine for its whole life. Sent once, when it is ready."""
+    """What is true of an engine for its whole life. Sent once, when it is ready.
+
+    What has a default is what plain decoding has, without anything out of the ordinary.
+    """
 
     model: str
     """As it was asked for: a folder, a hub id, or the word the caller gave."""
-    algorithm: str
+    algorithm: str = "none"
     """``"none"`` for plain decoding."""
-    distribution: str
+    distribution: str = ""
     """Package and version of the algorithm; empty for plain decoding."""
     vocab: int
     max_tokens: int
     """Most tokens of a request, prompt and output."""
     eos_ids: tuple[int, ...]
-    nodes: int
+    nodes: int = 0
     """Most drafted tokens per request and step, root not counted; 0 without drafts."""
-    depth: int
+    depth: int = 0
     """Longest drafted path."""
     pages: int
     page_size: int
     max_running_requests: int
     max_queued_requests: int
-    acceptance: str
+    acceptance: str = "auto"
     """The rule as the option says it."""
-    lossy: str
+    lossy: str = ""
     """Why what is generated is not the model's text; empty where it is."""
     device: str
     dtype: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     """Settled option -> ``{"value", "source", "because"}``, of the algorithm."""
-    warnings: tuple[str, ...]
-    memory: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
     """`MemoryReport.to_dict`."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Field of `SamplingParams` -> value, of those that the checkpoint's generation config names."""

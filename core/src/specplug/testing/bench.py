@@ -61,6 +61,7 @@ class Bench:
         self._logits: dict[Kind, Callable[[Sequence[int]], Tensor]] = {}
         self._configs: dict[Kind, Mapping[str, Any]] = {}
         self._drafts: dict[Kind, Path] = {}
+        self._expected: dict[tuple[Any, ...], Expected] = {}
 
     # --- the plugin ---------------------------------------------------------------------------------------------
 
@@ -136,11 +137,14 @@ class Bench:
     def expected(
         self, prompt: Sequence[int], sampling: SamplingParams, kind: Kind = "ids", context: int = 256
     ) -> Expected:
-        """What any run under `coupled` must answer, and any greedy run."""
+        """What any run under `coupled` must answer, and any greedy run. Worked out once for each set of arguments."""
         target = self.target(kind)
-        return expected(
-            self.logits(kind), prompt, sampling, context=context, eos=target.eos_ids, tokenizer=target.tokenizer
-        )
+        asked = (tuple(prompt), sampling.model_dump_json(), kind, context, target.eos_ids)
+        if asked not in self._expected:
+            self._expected[asked] = expected(
+                self.logits(kind), prompt, sampling, context=context, eos=target.eos_ids, tokenizer=target.tokenizer
+            )
+        return self._expected[asked]
 
     # --- runs ---------------------------------------------------------------------------------------------------
 

@@ -56,23 +56,25 @@ class EngineChecks:
         prompt = tuple(LETTERS[token] for token in PROMPTS[0])
         plain = bench.expected(prompt, _GREEDY, "text")
         with bench.engine(kind="text") as engine:
-            for most in range(1, len(plain.ids) + 1):
-                _check_answer(bench, engine, prompt, _GREEDY.model_copy(update={"max_tokens": most}))
-            for at in (1, 2, 3, 5, 8):
-                for word in (plain.text[at], plain.text[at - 1 : at + 2]):
-                    for most in (at, at + 1, at + 2, 20):
-                        stop = SamplingParams(temperature=0.0, max_tokens=most, stop=(word,))
-                        _check_answer(bench, engine, prompt, stop)
+            limits = [_GREEDY.model_copy(update={"max_tokens": most}) for most in range(1, len(plain.ids) + 1)]
+            words = [
+                _GREEDY.model_copy(update={"max_tokens": most, "stop": (word,)})
+                for at in (1, 2, 3, 5, 8)
+                for word in (plain.text[at], plain.text[at - 1 : at + 2])
+                for most in (at, at + 1, at + 2, 20)
+            ]
+            # Beside each other, so that rows of one step stop at different places, and others take their slots.
+            _check_answers(bench, engine, prompt, [*limits, *words])
         for context in range(len(prompt) + 1, len(prompt) + 8):
             with bench.engine(kind="text", context_length=context) as engine:
-                _check_answer(bench, engine, prompt, SamplingParams(temperature=0.0), context)
+                _check_answers(bench, engine, prompt, [SamplingParams(temperature=0.0)], context)
         target = bench.target("text")
         ends = target.eos_ids
         try:
             for eos in dict.fromkeys(plain.ids[:10]):
                 target.eos_ids = (eos,)
                 with bench.engine(kind="text") as engine:
-                    _check_answer(bench, engine, prompt, _GREEDY)
+                    _check_answers(bench, engine, prompt, [_GREEDY])
         finally:
             target.eos_ids = ends
 
@@ -189,7 +191,8 @@ class EngineChecks:
     def test_failed_requests_leave_nothing(self, bench: Bench) -> None:
         """I8: a request that fails in mid-answer takes nobody along, and its slot, pages and drafter serve the next."""
         wanted = [bench.expected(prompt, _GREEDY).ids for prompt in PROMPTS]
-        with bench.engine(max_running_requests=2) as engine:
+        # As many slots as prompts, so that each round of them takes every slot, the failed one's too.
+        with bench.engine(max_running_requests=len(PROMPTS)) as engine:
             before = [result.ledger["drafted"] for result in engine.generate(PROMPTS, _GREEDY)]
             for after in (0, 1, 5):
                 fails = _fails_at(len(PROMPTS[0]) + after)
@@ -283,15 +286,16 @@ def _alone(bench: Bench, prompt: Sequence[int]) -> Result:
         return engine.generate([prompt], _GREEDY)[0]
 
 
-def _check_answer(
-    bench: Bench, engine: Engine, prompt: Sequence[int], sampling: SamplingParams, context: int = 256
+def _check_answers(
+    bench: Bench, engine: Engine, prompt: Sequence[int], asked: Sequence[SamplingParams], context: int = 256
 ) -> None:
-    (result,) = engine.generate([prompt], sampling)
-    wanted = bench.expected(prompt, sampling, "text", context)
-    got = (result.ids, result.text, result.finish_reason)
-    assert got == (wanted.ids, wanted.text, wanted.finish_reason), (
-        f"{sampling!r}, context {context} {result.error}: {got} is not {wanted}"
-    )
+    """Ask for the answer to `prompt` under each of `asked`, all at once; each must be what the reference says."""
+    for sampling, result in zip(asked, engine.generate([prompt] * len(asked), list(asked)), strict=True):
+        wanted = bench.expected(prompt, sampling, "text", context)
+        got = (result.ids, result.text, result.finish_reason)
+        assert got == (wanted.ids, wanted.text, wanted.finish_reason), (
+            f"{sampling!r}, context {context} {result.error}: {got} is not {wanted}"
+        )
 
 
 def _parsed(text: str) -> Any:

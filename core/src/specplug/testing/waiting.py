@@ -41,6 +41,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: list[str] = []
         self.seen = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside: to be kept out of torch's compiler would import it first, a second's work."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += 1
         name = func.overloadpacket.__name__

@@ -35,6 +35,12 @@ class AttentionRow:
     """The rows of `beyond` lie in no order of positions: a window does not count them."""
 
     @property
+    def causal(self) -> bool:
+        """Whether each query sees what is below, itself and the queries before it, at the positions in that order."""
+        chain = self.parents is None or tree.is_chain(self.parents)
+        return chain and self.beyond is None and self.placed is None
+
+    @property
     def depths(self) -> Sequence[int]:
         """Positions of the queries, counted from `kv_len`."""
         if self.placed is not None:
@@ -137,29 +143,34 @@ class TorchAttention:
 
 def _group(rows: Sequence[tuple[AttentionRow, int]], pages: PagePool) -> _Group:
     q_len = rows[0][0].q_len
-    masks = [row.mask for row, _ in rows]
-    totals = [row.kv_len + mask.shape[1] for (row, _), mask in zip(rows, masks, strict=True)]
-    longest = max(totals)
-    gather = np.zeros((len(rows), longest), dtype=np.int64)
-    query_position = torch.empty(len(rows), q_len, dtype=torch.int64)
-    key_position = torch.arange(longest).repeat(len(rows), 1)
-    visible = torch.zeros(len(rows), 1, q_len, longest, dtype=torch.bool)
-    for at, (row, _) in enumerate(rows):
-        gather[at, : totals[at]] = pages.rows(row.slot, 0, totals[at])
-        gather[at, totals[at] :] = gather[at, 0]  # masked; of its own, lest a neighbour's NaN gets in as 0 x NaN
-        visible[at, 0, :, : row.kv_len] = True
-        visible[at, 0, :, row.kv_len : totals[at]] = masks[at]
-        query_position[at] = row.kv_len + torch.tensor(row.depths)
+    starts = np.array([start for _, start in rows])[:, None]
+    # In numpy and for all rows at once: made anew for every step and pattern, this is a good part of a small step.
+    slots, kv_len = np.array([(row.slot, row.kv_len) for row, _ in rows]).T[:, :, None]
+    masks = {at: row.mask.numpy() for at, (row, _) in enumerate(rows) if not row.causal}
+    totals = kv_len + q_len
+    for at, mask in masks.items():
+        totals[at] = kv_len[at] + mask.shape[1]
+    index = np.arange(totals.max())
+    gather = pages.rows_of(slots, index)
+    gather = np.where(index < totals, gather, gather[:, :1])  # masked; of its own, lest a neighbour's NaN is 0 x NaN
+    query_position = kv_len + np.arange(q_len)
+    visible = index <= query_position[:, :, None]
+    key_position = index[None].repeat(len(rows), 0)
+    for at, mask in masks.items():
+        row, total = rows[at][0], int(totals[at, 0])
+        visible[at, :, row.kv_len :] = False
+        visible[at, :, row.kv_len : total] = mask
+        query_position[at] = row.kv_len + np.array(row.depths)
         if row.scattered:
-            key_position[at, row.kv_len :] = torch.iinfo(torch.int64).max
+            key_position[at, row.kv_len :] = np.iinfo(np.int64).max
         elif row.beyond is None:
-            key_position[at, row.kv_len : totals[at]] = query_position[at]
+            key_position[at, row.kv_len : total] = query_position[at]
     return _Group(
-        queries=torch.from_numpy(np.concatenate([np.arange(start, start + q_len) for _, start in rows])),
+        queries=torch.from_numpy((starts + np.arange(q_len)).reshape(-1)),
         gather=torch.from_numpy(gather.reshape(-1)),
         size=len(rows),
         q_len=q_len,
-        query_position=query_position,
-        key_position=key_position,
-        visible=None if bool(visible.all()) else visible,
+        query_position=torch.from_numpy(query_position),
+        key_position=torch.from_numpy(key_position),
+        visible=None if visible.all() else torch.from_numpy(visible[:, None]),
     )
