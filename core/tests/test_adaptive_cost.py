@@ -94,8 +94,11 @@ def play(
         found.times.append(verify + between)
         found.emitted.append(1 + sum(one.accepted for one in results) / rows)
         if isinstance(policy, CostPolicy):
+            urgent = policy.urgent
+            if behind and not urgent:  # what comes next is launched before it is told
+                decided.append(policy.decide(rows, slots))
             policy.observe(Round(rows, tokens, results, verify, between))
-            if behind:  # what comes next is launched before it learns
+            if behind and urgent:  # or at least before it learns
                 decided.append(policy.decide(rows, slots))
             policy.learn()
     return found

@@ -63,6 +63,7 @@ class CostPolicy:
     """A `Policy`."""
 
     name = "cost"
+    urgent = True
 
     def __init__(
         self,
@@ -104,19 +105,20 @@ class CostPolicy:
         self._offers: Offers | None = None  # for what was asked last; None: nothing but plain decoding
         self._observed = self._weighed = 0  # rounds, and how many there were when the offers were made
         self._flying: deque[_Chosen] = deque(maxlen=8)  # not observed yet
-        self._unlearned: list[tuple[Decision, Sequence[Result], Sequence[Result]]] = []
+        self._learned = False  # something of acceptance since the offers were made
+        self._ready: _Chosen | None = None  # what is to be decided next, if the same is asked
         self._counts = dict.fromkeys(sorted({0, *nodes}), 0)
         self._reasons: Counter[str] = Counter()
 
     # --- choosing ------------------------------------------------------------------------------------------------
 
     def decide(self, rows: int, slots: Sequence[int]) -> Decision:
-        """See `Policy`. The device may wait for it, so what is expected of each depth was worked out by `learn`."""
-        offers = self._offers
-        if offers is None or offers.rows != rows or offers.slots != slots:
-            self._weigh(rows, slots)
-        self._asked = rows, slots
-        chosen = self._chosen([chosen.risk for chosen in self._flying])
+        """See `Policy`."""
+        chosen, self._ready = self._ready, None
+        if chosen is None or self._asked != (rows, slots):
+            if self._offers is None or self._asked != (rows, slots):
+                self._weigh(rows, slots)
+            chosen = self._chosen()
         self._last = chosen.decision
         self._flying.append(chosen)
         self._counts[chosen.decision.depth] += 1
@@ -134,6 +136,7 @@ class CostPolicy:
 
     def _weigh(self, rows: int, slots: Sequence[int]) -> None:
         """Work out what is expected of each depth, if anything is known of it."""
+        self._asked = rows, slots
         self._offers, self._weighed = None, self._observed
         padded = self._pad(rows)
         tier = tier_at(self._tiers, padded)
@@ -149,35 +152,39 @@ class CostPolicy:
             self.costs, self._nodes, self._filled, rows, padded, tier, slots, depths, reach, by_depth.made
         )
 
-    def _chosen(self, flying: Sequence[float]) -> _Chosen:
-        """Choose, `flying` being what rounds on their way may lose."""
-        offers = self._offers
+    def _chosen(self) -> _Chosen:
+        """Choose for what was asked last."""
+        offers, flying = self._offers, [chosen.risk for chosen in self._flying]  # what rounds on their way may lose
         if offers is None or self._since_plain >= REFRESH:
             return _Chosen(Decision(0, tier_at(self._tiers, self._pad(self._asked[0]))))
         tier, better = offers.tier, offers.better
-        if any(self._may(choice.risk, flying) for choice in better):
-            chosen, behind = self._looked_at([each for each in offers.choices if self._may(each.risk, flying)], offers)
-            given = offers.fastest if chosen is offers.choices[0] else offers.pruned(chosen)
-            why: Literal["best", "looked at"] = "looked at" if behind > 0.0 else "best"
-            return _Chosen(Decision(given.depth, tier, given.limits), given.risk, why, behind)
+        best = next((choice for choice in better if self._may(choice.risk, flying)), None)
+        if best is not None:
+            look = self._look_at(best, offers, flying)
+            if look is not None:
+                given, behind = offers.pruned(look), 1.0 - look.rate / best.rate
+                return _Chosen(Decision(given.depth, tier, given.limits), given.risk, "looked at", behind)
+            given = offers.fastest if best is offers.choices[0] else offers.pruned(best)
+            return _Chosen(Decision(given.depth, tier, given.limits), given.risk, "best")
         if better:
-            best = max(better, key=lambda choice: choice.rate / max(choice.risk, 1e-3))
+            safest = max(better, key=lambda choice: choice.rate / max(choice.risk, 1e-3))
             due = self._paid or self._idle >= self._pause
-            return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier), why="held back")
+            return self._tried(safest, tier, flying) if due else _Chosen(Decision(0, tier), why="held back")
         return self._probe(offers, flying)
 
-    def _looked_at(self, choices: Sequence[Choice], offers: Offers) -> tuple[Choice, float]:
-        """Return the first choice, or now and then another one, and the share by which that is believed slower."""
-        for choice in choices[1:]:
+    def _look_at(self, best: Choice, offers: Offers, flying: Sequence[float]) -> Choice | None:
+        """Return a depth that is due to be looked at instead of the best, if its few rounds may be risked now."""
+        most = min(self._guard.usual, self._guard.trying - sum(flying))
+        for choice in offers.choices:
             at = offers.padded, choice.depth
             due = self._looks.get(at)
-            if due is not None and self._rounds < due[1]:
+            if choice is best or choice.risk > most or (due is not None and self._rounds < due[1]):
                 continue
-            behind = 1.0 - choice.rate / choices[0].rate
+            behind = 1.0 - choice.rate / best.rate
             if due is not None or behind <= FIRST_NEAR:
-                return choice, behind
+                return choice
             self._looks[at] = 0, self._rounds + _pause(behind)
-        return choices[0], 0.0
+        return None
 
     def _probe(self, offers: Offers, flying: Sequence[float]) -> _Chosen:
         """Ask for drafts now and then where plain decoding is fastest: only so it is learned that it no longer is."""
@@ -201,7 +208,8 @@ class CostPolicy:
     # --- learning ------------------------------------------------------------------------------------------------
 
     def observe(self, round: Round) -> None:
-        """See `Policy`. What it cost counts at once; what it says of acceptance waits for `learn`."""
+        """See `Policy`."""
+        self._ready = None
         if not round.results:
             return
         self._observed += 1
@@ -237,17 +245,19 @@ class CostPolicy:
                     self._pause = min(2 * self._pause, RETURN_MOST)
         # A try without any drafts was none: the next one is not put off.
         self._idle = 0 if made else self._idle + 1
-        self._unlearned.append((decision, asked, round.results))
+        self._learn(asked, round.results, decision)
 
     def learn(self) -> None:
-        """See `Policy`. What is expected of each depth is worked out here, if it may be asked for next."""
-        for decision, asked, every in self._unlearned:
-            self._learn(asked, every, decision)
-        if self._unlearned or self._offers is None or self._observed - self._weighed >= STALE:
+        """See `Policy`: chooses what `decide` returns if it is asked for the same rows again.
+
+        Where three rounds on their way could lose more than is allowed, each is counted as soon as it has ended.
+        """
+        if self._offers is None or self._learned or self._observed - self._weighed >= STALE:
             self._weigh(*self._asked)
-            if self._offers is not None:
-                _ = self._offers.better, self._offers.fastest  # kept there
-        self._unlearned.clear()
+        self._learned = False
+        self._ready = self._chosen()
+        risks = [choice.risk for choice in self._offers.better] if self._offers is not None else []
+        self.urgent = 3.0 * max(risks, default=0.0) > self._guard.trying
 
     def _look(self, padded: int, chosen: _Chosen) -> None:
         """Count a round of a depth, be it a look or the best: what is timed anyway need not be looked at."""
@@ -259,6 +269,7 @@ class CostPolicy:
 
     def _learn(self, asked: Sequence[Result], every: Sequence[Result], decision: Decision) -> None:
         """Take in acceptance: of the rows that got drafts for the tier, and of every row for its request."""
+        self._learned = True
         depth, shares = decision.depth, self._shares[decision.tier]
         chain = self._nodes.get(depth, depth) == depth
 
@@ -279,7 +290,7 @@ class CostPolicy:
     def forget(self, slot: int) -> None:
         """See `Policy`."""
         self._rows.forget(slot)
-        self._offers = None
+        self._offers = self._ready = None
 
     def report(self) -> dict[str, Any]:
         """See `Policy`."""

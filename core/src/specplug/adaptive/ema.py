@@ -68,6 +68,7 @@ class EmaPolicy:
     """A `Policy`. Which tier counts follows from the batch size, padded as the batch shapes are."""
 
     name = "ema"
+    urgent = False
 
     def __init__(self, tiers: Sequence[Tier], padded: Sequence[int], start: int | None) -> None:
         """`padded`: batch sizes that there are, ascending; `start`: see `Steps`."""

@@ -48,17 +48,20 @@ class Round(NamedTuple):
 class Policy(Protocol):
     """Chooses depths. One per engine, called in the order of the steps."""
 
+    urgent: bool
+    """A step is to be told before the next decision, not after it. Set by the policy; the device may wait for it."""
+
     def decide(self, rows: int, slots: Sequence[int]) -> Decision:
         """Choose for the next round: `rows` requests decode, those in `slots` may have drafts."""
 
     def observe(self, round: Round) -> None:
-        """Take in what a forward came to. Several decisions may have been made since those it verified.
-
-        The device may have nothing to do meanwhile: what can wait is left to `learn`.
-        """
+        """Take in what a forward came to. Several decisions may have been made since those it verified."""
 
     def learn(self) -> None:
-        """Do what `observe` left. Called after it, once the device has its next step where steps overlap."""
+        """Work out beforehand what `decide` can be spared. Called after `observe`.
+
+        Where steps overlap the device has its next step by then, while it may wait for `decide`.
+        """
 
     def forget(self, slot: int) -> None:
         """A slot is another request's from now on."""
@@ -71,6 +74,7 @@ class Forced:
     """Depths given beforehand, one for each round; the last one stays."""
 
     name = "fixed"
+    urgent = False
 
     def __init__(self, depths: Iterable[int]) -> None:
         self._depths = list(depths)

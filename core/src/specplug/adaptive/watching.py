@@ -14,6 +14,7 @@ class Watching:
     """A `Policy` for measuring. Set `depth`; drafts that were made under another one are not counted."""
 
     name = "measuring"
+    urgent = False
 
     def __init__(self, padded: Sequence[int]) -> None:
         """`padded`: batch sizes that there are, ascending."""

@@ -75,6 +75,7 @@ class Drafting:
         self._missed: dict[int, int] = {}  # slot -> token index from which on nothing was handed over
         self._timed = False
         self._decided: Sequence[Row] | None = None  # for these rows, before they ended
+        self._untold: list[tuple[Launched, Sequence[tuple[Row, Outcome | None]]]] = []
         self._drafter = started.drafter
         self._pages = pages
         self._vocab = vocab
@@ -138,7 +139,25 @@ class Drafting:
         return self.decision.depth == 0
 
     def observe(self, launched: Launched, pairs: Sequence[tuple[Row, Outcome | None]]) -> None:
-        """Tell the policy what a step came to: `pairs` are its rows that count, with their outcomes."""
+        """Tell the policy what a step came to, if it is urgent, or note it for `learn`.
+
+        `pairs` are the step's rows that count, with their outcomes.
+        """
+        self._untold.append((launched, pairs))
+        if self.policy.urgent:
+            self._tell_all()
+
+    def learn(self) -> None:
+        """Let the policy learn. Where the device may wait for the host it has its next step by then."""
+        self._tell_all()
+        self.policy.learn()
+
+    def _tell_all(self) -> None:
+        for launched, pairs in self._untold:
+            self._tell(launched, pairs)
+        self._untold.clear()
+
+    def _tell(self, launched: Launched, pairs: Sequence[tuple[Row, Outcome | None]]) -> None:
         decoded = [(row, outcome) for row, outcome in pairs if outcome is not None and len(row.tokens) == 1]
         if not decoded:
             return
@@ -157,10 +176,6 @@ class Drafting:
             between = None
         tokens = sum(row.q_len for row, _ in decoded)
         self.policy.observe(Round(len(results), tokens, results, verify, between))
-
-    def learn(self) -> None:
-        """Let the policy do what its observing left for when the device is busy."""
-        self.policy.learn()
 
     def wish(self, row: Row, least: int, most: int) -> Wish:
         """Say how many drafts `row` may have next, as `decide` chose, and reserve their pages.
