@@ -1,13 +1,15 @@
 """Whether depths chosen by cost keep up with the best fixed depth, known only afterwards, and with plain decoding.
 
-    python benchmarks/adaptive.py [--json FILE] [--batches 1 8 32] [--tokens 128]       # CPU, demo model, NGRAM
+    python benchmarks/adaptive.py [--json FILE] [--batches 1 8 32] [--tokens 64]        # CPU, demo model, NGRAM
     python benchmarks/adaptive.py --dummy-8b [--json FILE] [--steps 240]                # one GPU, EAGLE-3
 
 On the CPU the same greedy requests are decoded by every policy, in turn and `--repeat` times: prompts that copy, free
-prompts, and both in one batch. The dummy 8B model (Llama-3.1's shape, a dummy EAGLE-3 head) cannot copy; there drafts
-are accepted at random, with 1.2, 2.0 and 4.0 tokens a round where enough are drafted. *cost* is the policy of an
-engine that has been running: it goes on from run to run. Figures are tokens per second, medians; all of a row from one
-engine, whose policies take turns and begin with another one each time, since a machine is not as fast at the end.
+prompts, and both in one batch, three times as many as there are slots. A run is over when a slot stays empty: the last
+requests, few in a large batch, would count for more the sooner the others ended. The dummy 8B model (Llama-3.1's shape,
+a dummy EAGLE-3 head) cannot copy; there drafts are accepted at random, with 1.2, 2.0 and 4.0 tokens a round where enough
+are drafted. *cost* is the policy of an engine that has been running: it goes on from run to run. Figures are tokens per
+second, medians; all of a row from one engine, whose policies take turns and begin with another one each time, since a
+machine is not as fast at the end.
 """
 
 from __future__ import annotations
@@ -80,6 +82,14 @@ def compared(
     }
 
 
+def finish(engine: Engine, requests: Sequence[Any]) -> None:
+    """End what is still running."""
+    for request in requests:
+        engine.abort(request)
+    while engine.step():
+        pass
+
+
 def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the demo model."""
     found = []
@@ -98,7 +108,7 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
         with engine:
             both = [text for pair in zip(copying, FREE, strict=False) for text in pair]
             for mix, texts in (("copying", copying), ("free", FREE), ("both", both)):
-                chosen = [texts[at % len(texts)] for at in range(max(batch, 4))]
+                chosen = [texts[at % len(texts)] for at in range(max(3 * batch, 8))]
                 prompts = [
                     engine.target.tokenizer.apply_chat_template(
                         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
@@ -107,10 +117,17 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
                 ]
                 sampling = SamplingParams(temperature=0.0, max_tokens=options.tokens)
 
-                def run(engine: Engine = engine, prompts: Any = prompts, sampling: Any = sampling) -> tuple[int, float]:
-                    begin = perf_counter()
-                    results = engine.generate(prompts, sampling)
-                    return sum(len(result.ids) for result in results), perf_counter() - begin
+                def run(
+                    engine: Engine = engine, prompts: Any = prompts, sampling: Any = sampling, batch: int = batch
+                ) -> tuple[int, float]:
+                    requests = [engine.submit(prompt, sampling) for prompt in prompts]
+                    unfinished, tokens, begin = len(requests), 0, perf_counter()
+                    while unfinished >= batch:
+                        unfinished -= sum(delta.finish_reason is not None for delta in engine.step())
+                        tokens += engine.last_step.emitted if engine.last_step else 0
+                    spent = perf_counter() - begin
+                    finish(engine, requests)
+                    return tokens, spent
 
                 row = {"batch": batch, "mix": mix} | compared(engine, depths, options.repeat, run)
                 found.append(told(row))
@@ -156,10 +173,7 @@ def on_gpu(options: argparse.Namespace) -> list[dict[str, Any]]:
                         engine.step()
                         tokens += engine.last_step.emitted if engine.last_step else 0
                     spent = perf_counter() - begin
-                    for request in requests:
-                        engine.abort(request)
-                    while engine.step():
-                        pass
+                    finish(engine, requests)
                     return tokens, spent
 
                 found.append(told({"batch": batch, "mix": f"{mean}"} | compared(engine, depths, options.repeat, run)))
@@ -185,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 7], help="0 is always among them")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(argv)
