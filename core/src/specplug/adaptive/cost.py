@@ -54,7 +54,7 @@ class _Chosen(NamedTuple):
     decision: Decision
     risk: float = 0.0
     """Plain steps that it may lose."""
-    why: Literal["plain", "best", "looked at", "held back", "tried"] = "plain"
+    why: Literal["plain", "best", "looked at", "held back", "tried", "doubted"] = "plain"
     behind: float = 0.0
     """Share by which it is believed to be slower than the best depth."""
 
@@ -123,6 +123,8 @@ class CostPolicy:
         self._flying.append(chosen)
         self._counts[chosen.decision.depth] += 1
         self._reasons[chosen.why] += 1
+        if chosen.why == "doubted":
+            self._doubt *= 2
         self._look(self._pad(rows), chosen)
         return chosen.decision
 
@@ -193,9 +195,8 @@ class CostPolicy:
         if best is None:
             if self._idle < self._doubt or self._guard.trying - sum(flying) < UNKNOWN_RISK:
                 return _Chosen(Decision(0, tier))
-            self._doubt *= 2
             depth = min(offers.choices, key=lambda choice: choice.risk).depth
-            return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "tried")
+            return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "doubted")
         lost = best.loss + 1.0 - best.tokens / offers.rows  # plain steps, as far as is known
         due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
@@ -299,7 +300,7 @@ class CostPolicy:
             "depth": self._last.depth,
             "rounds": {str(depth): count for depth, count in self._counts.items()},
             "looks": self._reasons["looked at"],
-            "tries": self._reasons["tried"],
+            "tries": self._reasons["tried"] + self._reasons["doubted"],
             "held_back": self._reasons["held back"],
             "lost": self._guard.lost,
             "tiers": [
