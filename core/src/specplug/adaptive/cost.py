@@ -197,7 +197,9 @@ class CostPolicy:
                 return _Chosen(Decision(0, tier))
             depth = min(offers.choices, key=lambda choice: choice.risk).depth
             return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "doubted")
-        lost = best.loss + 1.0 - best.tokens / offers.rows  # plain steps, as far as is known
+        # Plain steps that are lost, as far as is known, if any drafts are made: without them it is asked again at once.
+        some = 1.0 - (1.0 - offers.made) ** len(offers.slots)
+        lost = (best.loss + 1.0 - best.tokens / offers.rows) / max(some, 1e-3)
         due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
 
