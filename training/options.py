@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 
@@ -19,21 +20,19 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def share(text: str) -> float:
     """Parse a number above 0 and up to 1."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to 1")
-    return found
+    return _above_zero(text, 1.0, "number above 0 and up to 1")
 
 
 def above_zero(text: str) -> float:
     """Parse a finite number above 0."""
+    return _above_zero(text, sys.float_info.max, "finite number above 0")
+
+
+def _above_zero(text: str, most: float, wanted: str) -> float:
     try:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
+    if not 0 < found <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {wanted}")
     return found

@@ -47,13 +47,13 @@ class Line:
 
     def grant(self, place: int, seconds: float) -> None:
         """Take a time for granted until there are real ones."""
-        self._note(place)
+        _insert(self._at, place)
         self._granted[place] = seconds
         _insert(self._sure, place)
 
     def add(self, place: int, seconds: float) -> None:
         """Take in a real time. The second one may only lower the first, which often held what happens once."""
-        self._note(place)
+        _insert(self._at, place)
         count = self._count[place] = self._count.get(place, 0) + 1
         if count == SURE:
             _insert(self._sure, place)
@@ -104,9 +104,6 @@ class Line:
             return max(0.0, below - max(slope, 0.0) * (low - place))
         overall = (above - self._known(at[0])) / (high - at[0])  # two neighbours may differ by chance alone
         return above + max(slope, overall, 0.0) * (place - high)
-
-    def _note(self, place: int) -> None:
-        _insert(self._at, place)
 
     def _known(self, place: int) -> float:
         found = self._seconds.get(place)

@@ -98,7 +98,7 @@ class EmaPolicy:
             self._moves += steps.depth != before
 
     def learn(self) -> None:
-        """See `Policy`: nothing was left."""
+        """See `Policy`: there is nothing to work out."""
 
     def forget(self, slot: int) -> None:
         """See `Policy`: nothing is kept per slot."""

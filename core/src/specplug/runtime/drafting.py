@@ -76,6 +76,7 @@ class Drafting:
         self._timed = False
         self._decided: Sequence[Row] | None = None  # for these rows, before they ended
         self._untold: list[tuple[Launched, Sequence[tuple[Row, Outcome | None]]]] = []
+        self._news = False  # a step was observed since the policy learned
         self._drafter = started.drafter
         self._pages = pages
         self._vocab = vocab
@@ -144,11 +145,15 @@ class Drafting:
         `pairs` are the step's rows that count, with their outcomes.
         """
         self._untold.append((launched, pairs))
+        self._news = True
         if self.policy.urgent:
             self._tell_all()
 
     def learn(self) -> None:
         """Let the policy learn. Where the device may wait for the host it has its next step by then."""
+        if not self._news:  # a host's step has learned before it drafts
+            return
+        self._news = False
         self._tell_all()
         self.policy.learn()
 
