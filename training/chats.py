@@ -50,7 +50,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return it on `device`."""
-        return Batch(*(part.to(device, non_blocking=True) for part in (self.tokens, self.rows, self.left)))
+        return Batch(*(moved(part, device) for part in (self.tokens, self.rows, self.left)))
+
+
+def moved(part: Tensor, device: torch.device) -> Tensor:
+    """Return `part` (on the CPU) on `device`; a GPU is not waited for, which pageable memory would do."""
+    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 
 
 def read(paths: Sequence[Path], limit: int | None = None, cut: int | None = None) -> list[Chat]:

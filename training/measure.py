@@ -8,12 +8,12 @@ from typing import Any
 
 import target
 import torch
-from chats import Batch
+from chats import Batch, moved
 from draft import Draft
 from torch import Tensor
 
-_CHUNK = 2048
-"""Rows whose whole logits exist at once."""
+_ROOM = 1 << 30
+"""Bytes of the target's logits that exist at once, and as many of the draft's."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ def precision(device: torch.device) -> torch.autocast:
 def measure(
     draft: Draft, batch: Batch, reading: target.Reading, picked: Tensor, steps: int, *, learn: bool = False
 ) -> Sums:
-    """Return the sums of every step over the rows ``batch.rows[picked]``.
+    """Return the sums of every step over the rows ``batch.rows[picked]``; `picked` int64, ascending, on the CPU.
 
     With `learn`, the gradients of the loss are added to the draft's parameters': the mean over its rows of each step's
     loss, weighted by `Draft.weights`. A row's loss is minus the sum over the draft's vocabulary of p log q: what of the
@@ -70,18 +70,20 @@ def measure(
     """
     device = batch.tokens.device
     sums, last = Sums.zero(steps, device), len(batch.rows) - 1
-    ahead = torch.arange(steps, device=device)
     # `step` rows on stands the same token of the same chat; where the chat has ended, nothing counts.
-    here = batch.left[picked, None] >= ahead
+    ahead = (picked[:, None] + torch.arange(steps)).clamp_max(last)
+    picked = moved(picked, device)
+    here = batch.left[picked, None] >= torch.arange(steps, device=device)
     sums.rows += here.sum(0)
     weights = torch.tensor(draft.weights(steps), device=device)
     share = weights / weights.sum() / sums.rows.clamp(min=1)
     with torch.set_grad_enabled(learn), precision(device):
         states = draft.states(batch, reading, picked, steps)
     leaves = [state.detach().requires_grad_(learn) for state in states]
-    for start in range(0, len(picked), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        rows, place = (picked[part, None] + ahead).clamp_max(last).unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    chunk = max(1, _ROOM // (4 * draft.target.vocab_size))
+    for start in range(0, len(picked), chunk):
+        part = slice(start, start + chunk)
+        rows, place = (moved(each, device) for each in without_doubles(ahead[part]))
         p, best = target.says(draft.target, reading.final[rows], draft.ids)
         so_far = torch.ones(len(place), dtype=torch.bool, device=device)
         for step in range(steps):
@@ -100,3 +102,14 @@ def measure(
     if learn:
         torch.autograd.backward(states, [leaf.grad for leaf in leaves])
     return sums
+
+
+def without_doubles(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `rows` (int64, on the CPU) holds, ascending and each once, and where each of `rows` is among these.
+
+    On the host, because a device would have to be waited for: nobody knows how many they are.
+    """
+    first = int(rows.min())
+    held = torch.zeros(int(rows.max()) - first + 1, dtype=torch.bool)
+    held[rows - first] = True
+    return held.nonzero().flatten() + first, (held.cumsum(0) - 1)[rows - first]

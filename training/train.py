@@ -37,7 +37,7 @@ def held_out(draft: Draft, tests: Sequence[chats.Chat], args: Any) -> dict[str, 
     sums = Sums.zero(draft.depth, args.device)
     random = torch.Generator().manual_seed(args.seed)  # the same rows each time
     for batch in chats.batches(tests, args.tokens):
-        picked = draft.pick(batch, random).to(args.device)
+        picked = draft.pick(batch, random)
         moved = batch.to(args.device)
         reading = target.read(draft.target, moved, draft.reads)
         sums.add(measure(draft, moved, reading, picked, draft.depth))
@@ -111,7 +111,7 @@ def train(args: Any) -> dict[str, Any]:
             progress = max(progress, step / args.most_steps)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate(progress, step, args.warm)
-        picked = draft.pick(batch, random).to(args.device)
+        picked = draft.pick(batch, random)
         moved = batch.to(args.device)
         optimizer.zero_grad(set_to_none=True)
         reading = target.read(model, moved, draft.reads)
@@ -183,6 +183,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), help="of the target [bfloat16 on cuda, else float32]")
     own = parser.add_argument_group("options of some kinds").add_argument
     own("--rows", type=at_least(1), help="rows of the draft's vocabulary (eagle3) [4096]")
+    own("--mlp", type=at_least(1), help="rows inside the layer's MLP (eagle3) [as in the target's layers]")
     own("--at", nargs="+", type=at_least(0), help="boundaries that are read (eagle3 [2, n/2, n-3 of n layers], dflash)")
     own("--steps", type=at_least(1), help="steps drafted (eagle3 [5], mtp [3]); counted only: standalone [5]")
     own("--layers", type=at_least(1), help="layers of the draft (dflash [2], standalone [3])")

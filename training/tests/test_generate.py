@@ -22,6 +22,7 @@ TEMPLATE = (
 )
 HEAD, TAIL = list(b"<user>"), [EOS, *b"<bot>"]
 LONGEST, ANSWER = 20, 16
+OPENINGS = ("Say this", "12:", "say it")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,66 @@ def test_a_seed_makes_the_same_file_and_another_other_chats(
     assert not np.array_equal(first["tokens"], other["tokens"])
 
 
+@pytest.fixture(scope="module")
+def begun(speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, generate.Writer]:
+    """Chats, half of them opened, with the seed of `made`."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "openings.txt").write_text("\n".join(OPENINGS), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "LONGEST_TURN", LONGEST)
+        words = ["--seed", "3", "--openings", str(folder / "openings.txt")]
+        return folder / "chats.npz", run(speaker, folder / "chats.npz", *words)
+
+
+def turns_of(path: Path) -> list[str]:
+    read = chats.read([path])
+    return [bytes(chat.tokens[len(HEAD) : chat.prompt - len(TAIL)].tolist()).decode("latin-1") for chat in read]
+
+
+def test_half_of_the_turns_go_on_from_an_opening(made: tuple[Path, Any], begun: tuple[Path, generate.Writer]) -> None:
+    turns = turns_of(begun[0])
+    opened = [turn.startswith(OPENINGS) for turn in turns]
+    assert opened == begun[1].opened
+    assert 8 <= sum(opened) <= 22
+    assert {opening for opening in OPENINGS for turn in turns if turn.startswith(opening)} == set(OPENINGS)
+    assert any(turn not in OPENINGS for turn, begins in zip(turns, opened, strict=True) if begins), "none goes on"
+    assert max(map(len, turns)) < LONGEST, "an opening counts as part of the turn"
+    alone = {turn for turn, begins in zip(turns, opened, strict=True) if not begins}
+    assert len(alone & set(turns_of(made[0]))) >= len(alone) // 2, "the others are as they were without openings"
+
+
+def test_opened_chats_are_as_the_others(speaker: Path, begun: tuple[Path, generate.Writer], tmp_path: Path) -> None:
+    read = chats.read([begun[0]])
+    for chat in read:
+        tokens = chat.tokens.tolist()
+        assert tokens[: len(HEAD)] == HEAD
+        assert tokens[chat.prompt - len(TAIL) : chat.prompt] == TAIL
+    assert len({tuple(chat.tokens[: chat.prompt]) for chat in read}) == len(read), "a turn was used twice"
+    run(speaker, tmp_path / "again.npz", "--seed", "3", "--openings", str(begun[0].with_name("openings.txt")))
+    again = arrays(tmp_path / "again.npz")
+    assert all(np.array_equal(part, again[name]) for name, part in arrays(begun[0]).items())
+
+
+def test_a_share_of_all_opens_all_and_is_told(
+    speaker: Path, begun: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--openings", str(begun[0].with_name("openings.txt")), "--most-chats", "7"]
+    run(speaker, tmp_path / "all.npz", *words, "--opened", "1")
+    assert all(turn.startswith(OPENINGS) for turn in turns_of(tmp_path / "all.npz"))
+    assert ", 7 of them opened; user turns dropped: " in capsys.readouterr().out.splitlines()[-1]
+    run(speaker, tmp_path / "none.npz", *words, "--opened", "0")
+    run(speaker, tmp_path / "plain.npz", "--most-chats", "7")
+    assert "opened" not in capsys.readouterr().out.splitlines()[-1]
+    assert turns_of(tmp_path / "none.npz") == turns_of(tmp_path / "plain.npz")
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "half"])
+def test_a_share_is_a_number_from_0_to_1(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        generate.arguments(["--out", "chats.npz", f"--opened={value}"])
+    assert f"argument --opened: '{value}' is no number from 0 to 1" in capsys.readouterr().err
+
+
 def test_turns_are_dropped_for_what_they_are(speaker: Path) -> None:
     with Engine(str(speaker), device="cpu", dtype="float32") as engine:
         writer = generate.Writer(engine, generate.template_of(engine.target.tokenizer), 0, 2, 4)
@@ -162,6 +223,8 @@ def test_a_fault_late_in_a_run_keeps_what_is_finished(
         (["--out", "chats.txt"], "--out chats.txt: .* ends so"),
         (["--batch", "5000"], "--batch 5000: give 1 to 2048"),
         (["--max-tokens", "100000"], "--max-tokens 100000: .* 1 to"),
+        (["--openings", "none.txt"], "--openings none.txt: cannot be read"),
+        (["--opened", "0.5"], "--opened 0.5: there is nothing to open chats with; give --openings FILE"),
         (["--seconds", "1e-9"], "--seconds 1e-09: no chat was finished"),
     ],
 )
