@@ -4,6 +4,7 @@
 
 The user turn is what the model samples at temperature 1 after the head of its chat template, where a user would speak
 (Magpie, arXiv 2406.08464); the answer follows, the likeliest for two chats of three, else drawn at temperature 0.8.
+With `--openings` a share of the user turns begins as a line of that file, and the model goes on from there.
 The file is as `chats` reads it. It is written at the end; requests that have not ended by then are dropped.
 """
 
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import openings
 from numpy.typing import NDArray
-from options import above_zero, at_least
+from openings import Opening
+from options import above_zero, at_least, part
 from transformers import AutoTokenizer
 
 from specplug import Engine, SamplingParams, UserError
@@ -30,7 +33,7 @@ from specplug.facts import read_checkpoint
 from specplug.models.store import local_model, reason
 
 LONGEST_TURN = 256
-"""Most tokens of a user turn; one that has not ended by then is dropped."""
+"""Most tokens of a user turn, with its opening and its end; one that has not ended by then is dropped."""
 ANSWER_TEMPERATURE = 0.8
 """Of the answers that are drawn."""
 MOST_AT_ONCE = 2048
@@ -49,6 +52,8 @@ class Template(NamedTuple):
     """From the token that ends the turn to where the answer begins."""
     special: frozenset[int]
     """Ids that no turn may hold."""
+    text: str
+    """Of the head."""
 
     @property
     def end(self) -> int:
@@ -62,12 +67,13 @@ def template_of(tokenizer: Any) -> Template:
         raise UserError("--model: its tokenizer has no chat template, in which a user would speak; give another model")
     messages = [{"role": "user", "content": _MARK}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in text.split(_MARK, 1))
+    before, after = text.split(_MARK, 1)
+    head, tail = (tokenizer.encode(words, add_special_tokens=False) for words in (before, after))
     marked = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     special = frozenset((*tokenizer.all_special_ids, *marked))  # the first are the named ones alone
     if not head or not tail or tail[0] not in special:
         raise UserError("--model: its chat template does not end a user turn with a special token; give another model")
-    return Template(head, tail, special)
+    return Template(head, tail, special, before)
 
 
 @dataclass(slots=True)
@@ -76,27 +82,41 @@ class Written:
 
     number: int
     request: Any
+    opening: Opening
     prompt: int = 0
 
 
 class Writer:
     """Keeps an engine busy with chats, numbered from 0. What it writes depends on `seed`, the batch and the engine."""
 
-    def __init__(self, engine: Engine, template: Template, seed: int, batch: int, max_tokens: int) -> None:
-        """`batch`: most requests at once; `max_tokens`: of an answer."""
+    def __init__(
+        self,
+        engine: Engine,
+        template: Template,
+        seed: int,
+        batch: int,
+        max_tokens: int,
+        beginnings: Sequence[Opening] = (),
+        share: float = 0.0,
+    ) -> None:
+        """`batch`: most requests at once; `max_tokens`: of an answer; `share`: of the turns, that `beginnings` open."""
         self.engine = engine
         self.template = template
         self._tokenizer: Any = engine.target.tokenizer
         self.chats: list[NDArray[np.uint16]] = []
         self.prompts: list[int] = []
         self.greedy: list[bool] = []
+        self.opened: list[bool] = []
         self.dropped = Counter(dict.fromkeys(_DROPPED, 0))
         self._seed = seed
         self._batch = batch
         self._max_tokens = max_tokens
+        self._beginnings = beginnings
+        self._share = share
+        self._unopened = Opening(template.head, len(template.head))
         self._turns = 0
         self._seen: set[bytes] = set()
-        self._answers: deque[tuple[int, list[int]]] = deque()  # turns that wait for their answer
+        self._answers: deque[tuple[Written, list[int]]] = deque()  # turns that wait for their answer
         self._open: dict[str, Written] = {}  # by request id
 
     @property
@@ -120,7 +140,7 @@ class Writer:
 
     def cut(self, most: int) -> None:
         """Keep the first `most` chats: a step may end several."""
-        del self.chats[most:], self.prompts[most:], self.greedy[most:]
+        del self.chats[most:], self.prompts[most:], self.greedy[most:], self.opened[most:]
 
     def save(self, path: Path) -> None:
         """Write the chats to `path`, whole or not at all."""
@@ -138,16 +158,20 @@ class Writer:
     def _fill(self) -> None:
         while len(self._open) < self._batch:
             if self._answers:
-                number, tokens = self._answers.popleft()
-                self._submit(Written(number, None, len(tokens)), tokens)
+                chat, tokens = self._answers.popleft()
+                chat.prompt = len(tokens)
+                self._submit(chat, tokens)
             else:
-                self._submit(Written(self._turns, None), self.template.head)
+                seed = seed_of(self._seed, self._turns, answering=False)
+                opening = openings.drawn(self._beginnings, self._share, seed) or self._unopened
+                self._submit(Written(self._turns, None, opening), opening.tokens)
                 self._turns += 1
 
     def _submit(self, chat: Written, tokens: list[int]) -> None:
         answering = chat.prompt > 0
+        left = LONGEST_TURN - len(chat.opening.tokens) + chat.opening.head
         sampling = SamplingParams(
-            max_tokens=self._max_tokens if answering else LONGEST_TURN,
+            max_tokens=self._max_tokens if answering else left,
             temperature=(0.0 if _is_greedy(chat.number) else ANSWER_TEMPERATURE) if answering else 1.0,
             seed=seed_of(self._seed, chat.number, answering=answering),
             stop_token_ids=(self.template.end,),
@@ -164,12 +188,13 @@ class Writer:
             self.chats.append(np.array(tokens, np.uint16))
             self.prompts.append(chat.prompt)
             self.greedy.append(_is_greedy(chat.number))
+            self.opened.append(chat.opening is not self._unopened)
         else:
-            turn = tokens[len(self.template.head) :]
+            turn = tokens[chat.opening.head :]
             if why := self._fault(turn):
                 self.dropped[why] += 1
             else:
-                self._answers.append((chat.number, self.template.head + turn[:-1] + self.template.tail))
+                self._answers.append((chat, tokens[:-1] + self.template.tail))
 
     def _fault(self, turn: list[int]) -> str:
         """Return why a turn is of no use, "" where it is."""
@@ -201,9 +226,10 @@ def make(args: Any) -> Writer:
     """Make chats as `args` say, write them, and return what wrote them."""
     _check_out(args.out)
     begun = time.monotonic()
-    template, longest = _planned(args)
+    template, beginnings, longest = _planned(args)
     with _engine(args, longest) as engine:
-        writer = Writer(engine, template, args.seed, args.batch, args.max_tokens)
+        share = (openings.SHARE if args.opened is None else args.opened) if beginnings else 0.0
+        writer = Writer(engine, template, args.seed, args.batch, args.max_tokens, beginnings, share)
         print(f"ready after {time.monotonic() - begun:.1f} s; {args.batch} requests at once", flush=True)
         first = said = now = time.monotonic()
         try:
@@ -220,9 +246,10 @@ def make(args: Any) -> Writer:
         if not writer.chats:
             raise UserError(f"--seconds {args.seconds:g}: no chat was finished in that time; give more")
         dropped = ", ".join(f"{count} {why}" for why, count in writer.dropped.items())
+        opened = f", {sum(writer.opened)} of them opened" if beginnings else ""
         print(
-            f"{args.out}: {_figures(writer, now - first)} in {now - first:.1f} s; user turns dropped: {dropped}; "
-            f"{writer.unfinished} chats unfinished",
+            f"{args.out}: {_figures(writer, now - first)} in {now - first:.1f} s{opened}; "
+            f"user turns dropped: {dropped}; {writer.unfinished} chats unfinished",
             flush=True,
         )
     return writer
@@ -244,8 +271,10 @@ def _check_out(out: Path) -> None:
         raise UserError(f"--out {out}: its folder cannot be written ({error.strerror}); give another") from error
 
 
-def _planned(args: Any) -> tuple[Template, int]:
-    """Return the model's template and the most tokens of a chat; UserError for what the model cannot do."""
+def _planned(args: Any) -> tuple[Template, list[Opening], int]:
+    """Return the model's template, the openings and the most tokens of a chat; UserError for what cannot be done."""
+    if args.opened is not None and args.openings is None:
+        raise UserError(f"--opened {args.opened:g}: there is nothing to open chats with; give --openings FILE as well")
     if args.batch > MOST_AT_ONCE:
         raise UserError(f"--batch {args.batch}: give 1 to {MOST_AT_ONCE} requests at once")
     folder = local_model(args.model)
@@ -265,7 +294,15 @@ def _planned(args: Any) -> tuple[Template, int]:
         raise UserError(
             f"--max-tokens {args.max_tokens}: the model's positions leave an answer 1 to {most}; give as many"
         )
-    return template, before + args.max_tokens
+    beginnings: list[Opening] = []
+    if args.openings is not None:
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return ids
+
+        beginnings = openings.read(args.openings, encode, template.text, template.special, LONGEST_TURN - 1)
+    return template, beginnings, before + args.max_tokens
 
 
 def _engine(args: Any, longest: int) -> Engine:
@@ -300,6 +337,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=at_least(1), default=256, help="requests at once [256]")
     add("--most-chats", type=at_least(1), metavar="N", help="end after so many chats, if that is earlier")
     add("--max-tokens", type=at_least(1), default=320, help="most tokens of an answer [320]")
+    add("--openings", type=Path, metavar="FILE", help="what user turns may begin with: one opening a line")
+    add("--opened", type=part, metavar="SHARE", help=f"of the chats, 0 to 1, that begin so [{openings.SHARE}]")
     add("--every", type=above_zero, default=10.0, help="seconds between two lines of progress [10]")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="[bfloat16 on cuda, else float32]")

@@ -23,6 +23,17 @@ def share(text: str) -> float:
     return _above_zero(text, 1.0, "number above 0 and up to 1")
 
 
+def part(text: str) -> float:
+    """Parse a number from 0 to 1, both included."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return found
+
+
 def above_zero(text: str) -> float:
     """Parse a finite number above 0."""
     return _above_zero(text, sys.float_info.max, "finite number above 0")

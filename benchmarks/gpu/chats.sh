@@ -1,6 +1,6 @@
 # Makes more chats for train.sh on a bare GPU host, in .gpu/chats/made-SEED.npz of the host; several processes on one GPU.
 # From the project's root: bash benchmarks/gpu/chats.sh [SECONDS, default 120] [PROCESSES, default 6] [FIRST_SEED, default 1]
-#   [arguments of generate.py, such as --batch 256]
+#   [arguments of generate.py, such as --batch 256, --openings ANOTHER_FILE, or --opened 0 for none]
 # CUDA_VISIBLE_DEVICES chooses the GPU; the calls for several GPUs may run side by side, with seeds of their own.
 # Before it in the same lease: training/unpack.sh, once for each piece (training/README.md).
 exec 9> /tmp/chats-setup.lock
@@ -17,7 +17,7 @@ logs=${OUT:-/tmp}
 pids=() seeds=()
 for ((seed = first; seed < first + processes; seed++)); do
   python3 training/generate.py --model "$model" --out ".gpu/chats/made-$seed.npz" --seconds "$seconds" --seed "$seed" \
-    --batch 512 "$@" > "$logs/chats-$seed.txt" 2>&1 &
+    --batch 512 --openings training/openings.txt "$@" > "$logs/chats-$seed.txt" 2>&1 &
   pids+=($!) seeds+=("$seed")
 done
 failed=0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chats
@@ -11,6 +12,7 @@ import generate
 import numpy as np
 import pytest
 import train
+from openings import Opening
 from safetensors.torch import load_file, save_file
 
 from specplug import Engine, UserError
@@ -180,6 +182,27 @@ def test_a_share_of_all_opens_all_and_is_told(
     run(speaker, tmp_path / "plain.npz", "--most-chats", "7")
     assert "opened" not in capsys.readouterr().out.splitlines()[-1]
     assert turns_of(tmp_path / "none.npz") == turns_of(tmp_path / "plain.npz")
+
+
+def test_an_opening_is_part_of_its_turn(speaker: Path) -> None:
+    with Engine(str(speaker), device="cpu", dtype="float32") as engine:
+        opening = Opening([*HEAD, *b"Say"], len(HEAD))
+        writer = generate.Writer(engine, generate.template_of(engine.target.tokenizer), 0, 2, 4, [opening], 1.0)
+        for turn in (b"Say", b"Say it", b"Say"):
+            request = SimpleNamespace(tokens=[*HEAD, *turn, EOS], output=SimpleNamespace(finish_reason="stop"))
+            writer._ended(generate.Written(0, request, opening))
+        assert [tokens for _, tokens in writer._answers] == [[*HEAD, *b"Say", *TAIL], [*HEAD, *b"Say it", *TAIL]]
+        assert writer.dropped == {"seen before": 1, "empty": 0, "cut off": 0, "with special tokens": 0, "failed": 0}
+        for _ in range(2):
+            writer._ended(generate.Written(0, request, opening, prompt=9))
+        writer.cut(1)
+        assert (len(writer.chats), writer.opened) == (1, [True])
+
+
+def test_an_opening_leaves_room_for_the_end_of_its_turn(speaker: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("x" * LONGEST, encoding="utf-8")
+    with pytest.raises(UserError, match=f"line 1 has {LONGEST} tokens; give openings of 1 to {LONGEST - 1}"):
+        run(speaker, tmp_path / "chats.npz", "--openings", str(tmp_path / "long.txt"))
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "half"])
