@@ -20,7 +20,6 @@ from target import Reading
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specplug import UserError
 from specplug.models.decoder import Decoder
 
 _DECAY = 0.8
@@ -30,30 +29,28 @@ _DECAY = 0.8
 class Layer(nn.Module):
     """The parts of the one layer, named as the authors name them."""
 
-    def __init__(self, like: Any, hidden: int, width: int, eps: float) -> None:
+    def __init__(self, like: Any, hidden: int, eps: float) -> None:
         super().__init__()
         self.hidden_norm = Norm(hidden, eps)
         self.input_layernorm = Norm(hidden, eps)
         self.post_attention_layernorm = Norm(hidden, eps)
         self.self_attn = Attention(like.self_attn, 2 * hidden)
-        self.mlp = GatedMLP(hidden, width)
+        self.mlp = GatedMLP(hidden, like.mlp.down_proj.weight.shape[1])
 
 
 class Eagle3(Draft):
     """One layer over embedding and state side by side; Vd rows of output, for the target ids `ids`."""
 
     architecture = "LlamaForCausalLMEagle3"
-    takes: ClassVar[Mapping[str, Any]] = {"rows": 4096, "mlp": None, "at": None, "steps": 5}
+    takes: ClassVar[Mapping[str, Any]] = {"rows": 4096, "at": None, "steps": 5}
 
-    def __init__(self, target: Decoder, ids: Tensor, at: Sequence[int], depth: int = 5, mlp: int | None = None) -> None:
-        """`ids` int64 [Vd] ascending; `at`: boundaries read; `mlp`: rows inside the MLP, None: as many as in the
-        target's. Weights begin as the target's, where it has such."""
+    def __init__(self, target: Decoder, ids: Tensor, at: Sequence[int], depth: int = 5) -> None:
+        """`ids` int64 [Vd] ascending; `at`: boundaries read. Weights begin as the target's, where it has such."""
         super().__init__(target, at, depth)
         hidden, eps = target.hidden_size, target.norm.eps
         layer: Any = target.layers[-1]
-        width = layer.mlp.down_proj.weight.shape[1] if mlp is None else mlp
         self.fc = nn.Linear(len(at) * hidden, hidden, bias=False)
-        self.midlayer = Layer(layer, hidden, width, eps)
+        self.midlayer = Layer(layer, hidden, eps)
         self.norm = Norm(hidden, eps)
         self.lm_head = nn.Linear(hidden, len(ids), bias=False)
         self.ids = ids
@@ -72,12 +69,9 @@ class Eagle3(Draft):
         """See `Draft.begin`. The vocabulary is what the answers use most."""
         layers = len(target.kv_layers)
         at = check_boundaries(args.at or (2, layers // 2, layers - 3), target)
-        widest = target.layers[-1].mlp.down_proj.weight.shape[1]  # type: ignore[union-attr, index]
-        if args.mlp is not None and args.mlp > widest:
-            raise UserError(f"--mlp {args.mlp}: the target's layers have {widest} rows there; give 1 to as many")
         ids = chats.frequent(known, args.rows, target.vocab_size)
         print(f"boundaries {at}; {len(ids)} draft ids cover {chats.coverage(known, ids):.4f} of the answers")
-        return cls(target, ids, at, args.steps, args.mlp)
+        return cls(target, ids, at, args.steps)
 
     @classmethod
     def load(cls, folder: Path, target: Decoder) -> Self:
@@ -85,8 +79,7 @@ class Eagle3(Draft):
         config, tensors = read_stored(folder)
         ids = tensors.pop("d2t") + torch.arange(config["draft_vocab_size"])
         del tensors["t2d"]
-        at, mlp = config["eagle_aux_hidden_state_layer_ids"], config["intermediate_size"]
-        draft = cls(target, ids, at, mlp=mlp)
+        draft = cls(target, ids, config["eagle_aux_hidden_state_layer_ids"])
         draft.load_state_dict(tensors)
         return draft
 

@@ -13,7 +13,7 @@ from draft import Draft
 from torch import Tensor
 
 _ROOM = 1 << 30
-"""Bytes of the target's logits that exist at once, and as many of the draft's."""
+"""Bytes of logits that exist at once, the target's and the draft's together."""
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ def measure(
     loss, weighted by `Draft.weights`. A row's loss is minus the sum over the draft's vocabulary of p log q: what of the
     target's p lies outside cannot be drafted, and counts for nothing.
 
-    Logits over a whole vocabulary are too many to keep, so they are made for some rows at a time and their gradient is
-    taken at once: what is kept is the gradient of the states that they were made from.
+    Logits over a whole vocabulary are too many to keep, so they are made for some rows at a time, of all steps together,
+    and their gradient is taken at once: what is kept is the gradient of the states that they were made from.
     """
     device = batch.tokens.device
     sums, last = Sums.zero(steps, device), len(batch.rows) - 1
@@ -78,29 +78,30 @@ def measure(
     weights = torch.tensor(draft.weights(steps), device=device)
     share = weights / weights.sum() / sums.rows.clamp(min=1)
     with torch.set_grad_enabled(learn), precision(device):
-        states = draft.states(batch, reading, picked, steps)
-    leaves = [state.detach().requires_grad_(learn) for state in states]
-    chunk = max(1, _ROOM // (4 * draft.target.vocab_size))
+        states = torch.stack(draft.states(batch, reading, picked, steps))
+    gradient = torch.empty_like(states)
+    rows_of = draft.target.vocab_size if draft.ids is None else len(draft.ids)
+    chunk = max(1, _ROOM // (4 * (draft.target.vocab_size + steps * rows_of)))
     for start in range(0, len(picked), chunk):
         part = slice(start, start + chunk)
-        rows, place = (moved(each, device) for each in without_doubles(ahead[part]))
+        rows, place = (moved(each, device) for each in without_doubles(ahead[part].T))
         p, best = target.says(draft.target, reading.final[rows], draft.ids)
-        so_far = torch.ones(len(place), dtype=torch.bool, device=device)
-        for step in range(steps):
-            with torch.set_grad_enabled(learn), precision(device):
-                logits = draft.logits(leaves[step][part])
-                wide, wanted = logits.float(), p[place[:, step]]
-                each = wanted.sum(-1) * wide.logsumexp(-1) - (wanted * wide).sum(-1)
-                loss = (each * here[part, step]).sum()
-            if learn:
-                (loss * share[step]).backward()  # type: ignore[no-untyped-call]
-            tried = so_far & here[part, step]
-            so_far = tried & (draft.drafted(logits.detach()) == best[place[:, step]])
-            sums.loss[step] += loss.detach()
-            sums.tried[step] += tried.sum()
-            sums.right[step] += so_far.sum()
+        leaf, counted = states[:, part].detach().requires_grad_(learn), here[part].T
+        with torch.set_grad_enabled(learn), precision(device):
+            logits = draft.logits(leaf)
+            wide, wanted = logits.float(), p[place]
+            each = wanted.sum(-1) * wide.logsumexp(-1) - (wanted * wide).sum(-1)
+            loss = (each * counted).sum(1)
+        if learn:
+            (loss * share).sum().backward()  # type: ignore[no-untyped-call]
+            assert leaf.grad is not None
+            gradient[:, part] = leaf.grad
+        right = ((draft.drafted(logits.detach()) == best[place]) & counted).cumprod(0)
+        sums.loss += loss.detach()
+        sums.right += right.sum(1)
+        sums.tried += torch.cat((counted[:1], right[:-1].bool() & counted[1:])).sum(1)
     if learn:
-        torch.autograd.backward(states, [leaf.grad for leaf in leaves])
+        torch.autograd.backward(states, gradient)
     return sums
 
 

@@ -120,16 +120,14 @@ def turned(x: Tensor, table: Tensor) -> Tensor:
 
 def start_layer(layer: Any, like: Any, skip: int = 0) -> None:
     """Copy the weights of a `specplug.layers.DecoderLayer`. The first `skip` input columns of q, k and v, which it does
-    not have, begin near 0; of an MLP with fewer rows than its own, those with the largest weights out are copied."""
+    not have, begin near 0."""
     copied = {**dict(like.self_attn.qkv.part_tensors()), **dict(like.mlp.gate_up.part_tensors())}
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(layer.self_attn, name).weight
         weight.normal_(std=0.02)
         weight[:, skip:].copy_(copied[f"{name}.weight"])
-    out = like.mlp.down_proj.weight
-    kept = out.float().norm(dim=0).topk(layer.mlp.down_proj.in_features).indices.sort().values
     for name in ("gate_proj", "up_proj"):
-        getattr(layer.mlp, name).weight.copy_(copied[f"{name}.weight"][kept])
-    layer.mlp.down_proj.weight.copy_(out[:, kept])
+        getattr(layer.mlp, name).weight.copy_(copied[f"{name}.weight"])
+    layer.mlp.down_proj.weight.copy_(like.mlp.down_proj.weight)
     layer.self_attn.o_proj.weight.copy_(like.self_attn.o_proj.weight)
     layer.post_attention_layernorm.weight.copy_(like.post_attention_layernorm.weight)

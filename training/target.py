@@ -45,6 +45,8 @@ class Rows:
 
 def load(model: str, *, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Return the decoder of `model`, a folder, a ``.gguf`` file or ``demo``, without gradients."""
+    # cuDNN's attention makes a plan for each new shape, 3 ms of the host's time a layer, and batches have many shapes.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     folder = local_model(model, needs_tokenizer=False)
     found = load_target(Path(folder), read_checkpoint(str(folder)), dtype=dtype, device=device, needs_tokenizer=False)
     if not isinstance(found.model, Decoder):

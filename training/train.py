@@ -183,7 +183,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), help="of the target [bfloat16 on cuda, else float32]")
     own = parser.add_argument_group("options of some kinds").add_argument
     own("--rows", type=at_least(1), help="rows of the draft's vocabulary (eagle3) [4096]")
-    own("--mlp", type=at_least(1), help="rows inside the layer's MLP (eagle3) [as in the target's layers]")
     own("--at", nargs="+", type=at_least(0), help="boundaries that are read (eagle3 [2, n/2, n-3 of n layers], dflash)")
     own("--steps", type=at_least(1), help="steps drafted (eagle3 [5], mtp [3]); counted only: standalone [5]")
     own("--layers", type=at_least(1), help="layers of the draft (dflash [2], standalone [3])")

@@ -17,7 +17,7 @@ import torch
 import train
 from safetensors.torch import load_file
 
-from specplug import Engine, UserError
+from specplug import Engine
 from specplug.models.decoder import Decoder
 from specplug.models.weights import fill_dummy
 from specplug.testing import targets
@@ -26,8 +26,6 @@ from specplug.testing.tokenizer import SIZE
 VOCAB, LAYERS, STEPS = SIZE, 5, 3
 ROWS = 42
 """Of the draft's vocabulary: most of what the target says, not all."""
-MLP = 24
-"""Rows inside the draft's MLP, of 64 in the target's layers."""
 
 
 def run(model: Path, data: Path, out: Path, *more: str) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def run(model: Path, data: Path, out: Path, *more: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("draft")
-    run(model, data, out, "--most-steps", "200", "--mlp", str(MLP))
+    run(model, data, out, "--most-steps", "200")
     return out
 
 
@@ -140,23 +138,6 @@ def test_saved_vocabulary_maps_agree(trained: Path) -> None:
     ids = tensors["d2t"] + torch.arange(ROWS)
     assert tensors["t2d"].nonzero().flatten().tolist() == ids.tolist()
     assert all(t.dtype == torch.bfloat16 for name, t in tensors.items() if name not in ("d2t", "t2d"))
-
-
-def test_a_narrow_mlp_begins_with_the_rows_that_say_most(model: Path, trained: Path) -> None:
-    assert load_file(trained / "model.safetensors")["midlayer.mlp.up_proj.weight"].shape[0] == MLP
-    decoder = target.load(str(model), dtype=torch.float32, device=torch.device("cpu"))
-    mlp: Any = decoder.layers[-1].mlp
-    begun = eagle3.Eagle3(decoder, torch.arange(ROWS), (1, 2, 4), mlp=MLP).midlayer.mlp
-    out = mlp.down_proj.weight
-    kept = sorted(range(out.shape[1]), key=lambda row: -float(out[:, row].norm()))[:MLP]
-    torch.testing.assert_close(begun.down_proj.weight.detach(), out[:, sorted(kept)])
-    gate = dict(mlp.gate_up.part_tensors())["gate_proj.weight"]
-    torch.testing.assert_close(begun.gate_proj.weight.detach(), gate[sorted(kept)])
-
-
-def test_an_mlp_wider_than_the_target_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--mlp 9999: the target's layers have \d+ rows there; give 1 to as many"):
-        run(model, data, tmp_path, "--mlp", "9999")
 
 
 def test_later_steps_see_the_first_and_their_own_row_only() -> None:
