@@ -65,8 +65,8 @@ def measure(
     loss, weighted by `Draft.weights`. A row's loss is minus the sum over the draft's vocabulary of p log q: what of the
     target's p lies outside cannot be drafted, and counts for nothing.
 
-    Logits over a whole vocabulary are too many to keep, so they are made for some rows at a time, of all steps together,
-    and their gradient is taken at once: what is kept is the gradient of the states that they were made from.
+    Logits over a whole vocabulary are too many to keep, so they are made for some rows at a time, of all steps
+    together, and their gradient is taken at once: what is kept is the gradient of the states that they were made from.
     """
     device = batch.tokens.device
     sums, last = Sums.zero(steps, device), len(batch.rows) - 1
