@@ -225,8 +225,8 @@ def check_packing(step: Step) -> None:
             assert packed.starts[at] == wanted
             assert picked[wanted : wanted + 1 + row.drafted] == list(range(root, root + 1 + row.drafted))
             wanted += 1 + row.drafted
-        if step.wishes:
-            assert (int(given["cap"][at]), int(given["room"][at])) == (step.wishes[at].cap, step.wishes[at].room)
+        wanted_next = (step.wishes[at].cap, step.wishes[at].room) if step.wishes else (0, 0)
+        assert (int(given["cap"][at]), int(given["room"][at])) == wanted_next
         begin += row.q_len
     assert packed.wanted == (packed.tokens if packed.bucket else max(wanted, 1))
     for at in [*range(len(rows), packed.rows), SLOTS]:

@@ -1,8 +1,13 @@
-"""The host commit: what a row's outcome does to its request. Lengths, output, stop rules and ledger, nothing else."""
+"""The host commit: what a row's outcome does to its request. Lengths, output, stop rules and ledger, nothing else.
+
+The next step needs lengths, output and whether the answer ends. What is only told about them is left to
+`Request.count`, for when the device has that step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
@@ -50,41 +55,48 @@ def commit(row: Row, outcome: Outcome | None) -> int:
         return 0
     verdict = outcome.verdict
     request.kv_len = row.start + len(row.tokens) + len(verdict.path)
-    before, path = len(request.output.ids), len(verdict.path)
+    before = len(request.output.ids)
     tokens = outcome.tokens
     if outcome.logprobs:
         entries = enumerate(zip(tokens, outcome.logprobs, strict=True), 1)
         count = next((at for at, (token, entry) in entries if not request.output.commit(token, entry)), len(tokens))
     else:
         count = request.output.extend(tokens)
-    request.tokens += tokens[:count]
-    request.depths += [at + 1 if at < path else 0 for at in range(count)]
-    request.corrected += [at == path and outcome.corrected for at in range(count)]
+    del tokens[count:]
+    request.tokens += tokens
     request.committed = monotonic()
     if request.processors:
-        for token in tokens[:count]:
+        for token in tokens:
             request.processors.commit(token)
     error = verdict.error
     blame: Blame = "request"
     if request.grammar:
-        request.grammar.commit(tokens[:count])
+        request.grammar.commit(tokens)
         if request.grammar.error:
             error, blame = request.grammar.error, request.grammar.blame
     if error and request.output.finish_reason is None:  # unless a stop rule ended the answer before
         request.error, request.blame = error, blame
         request.output.end("error")
     kept = max(0, len(request.output.ids) - before)
-    if decoding:
-        _count(row, outcome, kept)
-    else:
+    if not decoding:
         request.ledger.prefill_forwards += 1
         request.ledger.returned += kept if before else 0
+    request.uncounted.append(partial(_count, row, outcome, count, kept, decoding))
     return kept
 
 
-def _count(row: Row, outcome: Outcome, kept: int) -> None:
-    ledger, draft, path = row.request.ledger, outcome.draft, outcome.verdict.path
-    wanted = row.asked.decision.depth if row.asked.limit else 0
+def _count(row: Row, outcome: Outcome, count: int, kept: int, decoding: bool) -> None:
+    """Note of the row's first `count` tokens what they were, and the round in the ledger."""
+    request, draft, path, corrected = row.request, outcome.draft, outcome.verdict.path, outcome.corrected
+    accepted = min(len(path), count)
+    request.depths += range(1, accepted + 1)
+    request.corrected += [False] * accepted
+    if count > accepted:  # the token that follows the drafts
+        request.depths.append(0)
+        request.corrected.append(corrected)
+    if not decoding:
+        return
+    ledger, wanted = request.ledger, row.asked.decision.depth if row.asked.limit else 0
     if draft is None:
         ledger.add_round(0, 0, 0, depth=wanted)
         return
@@ -96,4 +108,4 @@ def _count(row: Row, outcome: Outcome, kept: int) -> None:
         levels = [depth for depth in tree.depths(draft.parents) if depth <= end]
         offered, deepest = len(levels), max(levels, default=0)
     # The walk compared one level below what it accepted, if drafts stood there and the answer went on.
-    ledger.add_round(offered, deepest, min(len(path) + outcome.corrected, kept), depth=wanted)
+    ledger.add_round(offered, deepest, min(len(path) + corrected, kept), depth=wanted)

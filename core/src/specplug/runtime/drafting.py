@@ -45,7 +45,8 @@ class Wish(NamedTuple):
     def take(self, limit: int) -> None:
         """Note in the request how many drafts were asked for."""
         if limit:
-            self.request.asked = self.request.asked._replace(limit=limit)
+            asked = self.request.asked
+            self.request.asked = Asked(asked.decision, limit, asked.timed)
 
 
 class Drafting:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import TracebackType
@@ -184,7 +183,7 @@ class Engine:
             rows = flight.step.rows
             if self._executor.may_run_ahead(rows):
                 self._next = self._launch(partial(self._scheduler.ahead, rows))
-            stats = finish(flight.step, self._built.drafting)
+            finished = finish(flight.step, self._built.drafting, flight.scheduling)
             alive = [row.request for row in rows if row.request.slot == row.slot]
             failed = self._new_failure()
             if failed:
@@ -198,7 +197,7 @@ class Engine:
                 self._next = self._launch(partial(self._scheduler.schedule, self._admitted))
             if self._built.drafting is not None:
                 self._built.drafting.learn()
-        self._record(replace(stats, seconds={"schedule": flight.scheduling, **stats.seconds}))
+        self._record(finished.stats())
         return [delta for request in alive if (delta := request.take()) is not None]
 
     def _launch(self, schedule: Callable[[], Sequence[Row]]) -> _Flight | None:

@@ -134,7 +134,8 @@ def pooled(ledgers: Iterable[Ledger]) -> Ledger:
 
 
 def _grow(counts: list[int], size: int) -> None:
-    counts.extend([0] * (size - len(counts)))
+    if size > len(counts):
+        counts.extend([0] * (size - len(counts)))
 
 
 def _ratio(part: int, whole: int) -> float:

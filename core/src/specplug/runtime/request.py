@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from specplug.runtime.stop import Finish, Output
 from specplug.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """What will be verified for one request: a parents-first list of nodes. Set by the drafting stage."""
 
     tokens: list[int]
@@ -64,10 +63,11 @@ class Request:
     drafted: int = 0  # drafting stage: drafts to verify in the next forward
     draft: Draft | None = None  # drafting stage: those drafts, unless only the device knows them
     asked: Asked = NOTHING  # drafting stage: what was wanted of the drafter for the next forward
-    depths: list[int] = field(default_factory=list)  # commit: per output token its draft depth, 0 = sampled
-    corrected: list[bool] = field(default_factory=list)  # commit: per output token, it stands in for rejected drafts
+    depths: list[int] = field(default_factory=list)  # count: per output token its draft depth, 0 = sampled
+    corrected: list[bool] = field(default_factory=list)  # count: per output token, it stands in for rejected drafts
     committed: float = 0.0  # commit: when its newest token was, on `time.monotonic`
-    ledger: Ledger = field(default_factory=Ledger)  # commit
+    ledger: Ledger = field(default_factory=Ledger)  # commit: prefill; count: rounds; settled_ledger: acceptance
+    uncounted: list[Callable[[], None]] = field(default_factory=list)  # commit: what is left to do for `count`
     error: str = ""  # engine, commit: why it ended with "error"
     blame: Blame = "engine"  # commit: whose fault that is
 
@@ -81,8 +81,15 @@ class Request:
         """A forward has held a row of it."""
         return self.ledger.prefill_forwards > 0
 
+    def count(self) -> None:
+        """Bring `depths`, `corrected` and `ledger` up to date. The engine does so at the end of each step."""
+        for note in self.uncounted:
+            note()
+        self.uncounted.clear()
+
     def settled_ledger(self) -> Ledger:
         """Return the ledger with acceptance derived from the output that was kept."""
+        self.count()
         self.ledger.settle(self.depths[: len(self.output.ids)])
         return self.ledger
 
@@ -93,8 +100,8 @@ class Request:
         reason = self.output.finish_reason
         if not (ids or text or reason):
             return None
-        entries = self.output.logprobs[taken : taken + len(ids)]
-        return Delta(self.id, self.choice, ids, text, reason, entries if self.sampling.logprobs else None)
+        entries = self.output.logprobs[taken : taken + len(ids)] if self.sampling.logprobs else None
+        return Delta(self.id, self.choice, ids, text, reason, entries)
 
 
 @dataclass(frozen=True, slots=True)

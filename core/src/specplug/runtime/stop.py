@@ -92,13 +92,14 @@ class Output:
 
     def take(self) -> tuple[list[int], str]:
         """Return the ids and text that became final since the last call."""
-        safe_text, safe_ids = len(self.text), len(self.ids)
-        if self.finish_reason is None:
+        text = self.text
+        safe_text, safe_ids = len(text), len(self.ids)
+        if self._stop and self.finish_reason is None:
             safe_text -= self._held()
             # A token is kept by a stop string that begins after the token's own text does.
-            while self._stop and safe_ids and self._begins[safe_ids - 1] >= safe_text:
+            while safe_ids and self._begins[safe_ids - 1] >= safe_text:
                 safe_ids -= 1
-        ids, text = self.ids[self._taken_ids : safe_ids], self.text[self._taken_text : safe_text]
+        ids, text = self.ids[self._taken_ids : safe_ids], text[self._taken_text : safe_text]
         self._taken_ids, self._taken_text = max(self._taken_ids, safe_ids), max(self._taken_text, safe_text)
         return ids, text
 

@@ -48,7 +48,8 @@ class _Plan:
         the role have no keys, or, behind the others, no queries."""
         q_len, keys = host.q_len, host.begin + host.q_len
         if self.role == "causal":
-            self.lengths.set(q_len * ~host.tree, keys * (~host.tree & (q_len > 0)))
+            chain = ~host.tree
+            self.lengths.set(q_len * chain, keys * chain)
         elif self.role == "masked":
             self.lengths.set(q_len, keys * host.tree)
         else:
@@ -148,7 +149,7 @@ class FlashInferBackend:
         count = rows.rows + empty
         need = [shape.workspace_bytes(count, rows.total, self._processors) for shape in shapes.values()]
         self._workspace = _at_least(self._workspace, max(need, default=0))
-        lengths = Lengths(rows.rows, self._page_size, self._device, empty)
+        lengths = Lengths(rows.rows, self._page_size, self._device, empty, masked=role == "masked")
         whole = np.zeros(rows.rows, dtype=np.int64)
         whole[0] = rows.total
         lengths.set(whole, whole)
@@ -170,7 +171,7 @@ class FlashInferBackend:
 
     def _eager_plan(self, role: str) -> _Plan:
         if role not in self._eager:
-            lengths = Lengths(self._slots, self._page_size, self._device)
+            lengths = Lengths(self._slots, self._page_size, self._device, masked=role == "masked")
             kernels = {
                 layer: Kernel(
                     self._shape(layer, role),

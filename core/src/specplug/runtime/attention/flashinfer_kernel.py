@@ -47,8 +47,11 @@ class Lengths:
     ``last_page`` (tokens in a row's last page) and ``kv_len`` (its keys) have one per row.
     """
 
-    def __init__(self, capacity: int, page_size: int, device: torch.device, empty: int = 0) -> None:
-        """`empty`: rows without queries that are put behind those that are set (`KernelShape.empty_rows`)."""
+    def __init__(
+        self, capacity: int, page_size: int, device: torch.device, empty: int = 0, *, masked: bool = False
+    ) -> None:
+        """`empty`: rows without queries that are put behind those that are set (`KernelShape.empty_rows`); `masked`:
+        somebody reads ``mask_indptr``. Else it is not written, since the device may wait for `set`."""
         self._empty = np.zeros(empty, dtype=np.int64)
         sizes = [capacity + empty + extra for extra in _EXTRA.values()]
         self._whole = host_buffer((sum(sizes),), device, torch.int32)
@@ -56,6 +59,7 @@ class Lengths:
         self._host: dict[str, Tensor] = dict(zip(_EXTRA, torch.split(self._whole, sizes), strict=True))
         self._device: dict[str, Tensor] = dict(zip(_EXTRA, torch.split(self._copy, sizes), strict=True))
         self._page_size = page_size
+        self._masked = masked
         self._taken = Mark(device)
         self._arrays: dict[str, np.ndarray] = {}  # the host's side, as long as the rows set last
         self._tensors: dict[str, Tensor] = {}  # the same, for FlashInfer
@@ -63,10 +67,9 @@ class Lengths:
         """Rows of the last `set`, the empty ones included."""
         self.total = 0
         """Their queries."""
-        self.widest = 0
-        """The most queries of a row."""
         self.pages = 0
         """Pages of all rows."""
+        self._q_len = self._empty
 
     def set(self, q_len: np.ndarray, kv_len: np.ndarray) -> None:
         """Write the arrays of rows with `q_len` queries over `kv_len` keys each, int64 [R].
@@ -82,13 +85,19 @@ class Lengths:
             self._arrays = {name: part.numpy() for name, part in self._tensors.items()}
         arrays = self._arrays
         pages = -(-kv_len // self._page_size)
-        np.cumsum(q_len, out=arrays["q_indptr"][1:])
-        np.cumsum(pages, out=arrays["kv_indptr"][1:])
-        np.cumsum(-(-(q_len * kv_len) // 8), out=arrays["mask_indptr"][1:])
-        arrays["last_page"][:] = kv_len - (pages - 1).clip(0) * self._page_size
+        q_len.cumsum(out=arrays["q_indptr"][1:])
+        pages.cumsum(out=arrays["kv_indptr"][1:])
+        if self._masked:
+            (-(-(q_len * kv_len) // 8)).cumsum(out=arrays["mask_indptr"][1:])
+        arrays["last_page"][:] = kv_len - (pages - (pages > 0)) * self._page_size
         arrays["kv_len"][:] = kv_len
         self.total, self.pages = int(arrays["q_indptr"][-1]), int(arrays["kv_indptr"][-1])
-        self.widest = int(q_len.max(initial=0))
+        self._q_len = q_len
+
+    @property
+    def widest(self) -> int:
+        """The most queries of a row."""
+        return int(self._q_len.max(initial=0))
 
     def upload(self) -> None:
         """Copy them to the device, in the order of the stream."""

@@ -27,7 +27,7 @@ from specplug.runtime.device.rows import StepRows
 from specplug.runtime.device.sampling import Filters, SlotOptions, filtered
 from specplug.runtime.device.upload import upload
 from specplug.runtime.device.walk import Drafts, Walked, lineage, walk
-from specplug.runtime.device.work import LiveRow, Work, WorkRow, needs_host, plan_work
+from specplug.runtime.device.work import LiveRow, Work, WorkRow, is_plain, needs_host, plan_work
 from specplug.runtime.request import Draft, Request
 
 NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
@@ -142,7 +142,8 @@ class Decider:
         token that was committed. Where those fail `errors` says why.
         """
         self.errors = {}
-        decided = [WorkRow(at, row, starts[at]) for at, row in enumerate(live) if starts[at] >= 0]
+        found = enumerate(zip(live, starts, strict=True))
+        decided = [WorkRow(at, row, own) for at, (row, own) in found if own >= 0 and not is_plain(row.request)]
         masks = _masks([row for row in decided if row.live.request.grammar is not None], drafts)
         work = plan_work(decided, self._drafts.vocab, self._device, masks)
         rejected: Walked | None = None

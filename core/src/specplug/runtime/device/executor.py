@@ -60,6 +60,7 @@ class DeviceExecutor:
         self._buckets = buckets
         self._backend = backend
         self._recorder = recorder
+        self._kinds = backend.kinds(statics.sizes.trees)
         self._taps = drafting.plan.needs.taps if drafting else ()
         self._proposal = drafting.proposal if drafting else None
         out = drafting.started.out if drafting else None
@@ -83,7 +84,7 @@ class DeviceExecutor:
         bucket = self._buckets.all[-1]
         host = prime(self._statics, bucket)
         rows = self._statics.rows(*bucket)
-        for kind in self._backend.kinds(self._statics.sizes.trees):
+        for kind in self._kinds:
             attention = self._backend.prepare(rows, kind, static=False)
             attention.plan(host)
             logits = self._model.logits(self._forward(rows, attention))
@@ -96,8 +97,7 @@ class DeviceExecutor:
 
         What the model raises under capture goes to the caller, and nothing is recorded then.
         """
-        kinds = self._backend.kinds(self._statics.sizes.trees)
-        wanted = [(bucket, kind) for bucket in self._buckets.all for kind in kinds]
+        wanted = [(bucket, kind) for bucket in self._buckets.all for kind in self._kinds]
         found: dict[tuple[Bucket, str], tuple[PlannedAttention, Callable[[], None]]] = {}
         for bucket, kind in wanted:
             host = prime(self._statics, bucket)
@@ -166,7 +166,7 @@ class DeviceExecutor:
         marks.begun.record()
         self._reader.send(rows)
         self._statics.inputs.upload()
-        kind = self._backend.kind(packed.host)
+        kind = self._kinds[0] if len(self._kinds) == 1 else self._backend.kind(packed.host)
         if packed.bucket is not None:
             attention, replay = self._graphs[packed.bucket, kind]
         else:
@@ -279,7 +279,7 @@ class DeviceExecutor:
         step = statics.rows(count, packed.tokens)
         decider.decide(step, rows, packed.starts, given["start"][:count], logits, choice, self._reader.read())
         verdicts = Verdicts(decider.accepted[:count], decider.path[:count], decider.token[:count])
-        branched = bool(packed.host.tree.any())
+        branched = statics.sizes.trees and bool(packed.host.tree.any())
         if branched:
             compact.move(self._pool, step, verdicts.accepted, verdicts.path)
         view = statics.view(count, packed.tokens)
@@ -305,7 +305,7 @@ class DeviceExecutor:
             kept_first(step, to.literals, verdicts.accepted, verdicts.path, view.taps, statics.spare)
         if decided is not None:
             decided.record()
-        return self._reports.send(count, decider.errors)
+        return self._reports.send(len(rows), decider.errors)
 
     def _draft(self, drafting: Drafting, packed: Packed) -> None:
         """Launch `ingest` and `propose`; rows that turn out to have ended are dropped after."""

@@ -60,6 +60,8 @@ class Pages:
         self.trash_page = pages.pages
         self.tables = torch.full((slots + 1, columns), self.trash_page, dtype=torch.int32, device=device)
         """[S+1, P] int32 page ids; the scratch slot's last."""
+        self.unchanged = np.array([[self.tables.numel() - 1], [self.trash_page]])
+        """int64 [2, 1]: an entry as from `changed` that writes what the scratch slot holds anyhow."""
         self._changes: dict[int, int] = {}
         pages.changes = self._changes
 

@@ -46,7 +46,7 @@ class Report:
         self._sent = sent
 
     def read(self) -> list[Line]:
-        """Wait for the report and return one line per padded row."""
+        """Wait for the report and return one line per row."""
         self._sent.wait()
         return [Line(numbers, self._tokens, self._parents) for numbers in self._numbers.tolist()]
 

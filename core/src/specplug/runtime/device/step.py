@@ -63,8 +63,8 @@ class DeviceStep:
 
     def outcomes(self) -> list[Outcome | None]:
         """See `Launched`."""
-        lines = self._report.read()
-        return [self._outcome(at, row, lines[at]) if row.final else None for at, row in enumerate(self.rows)]
+        told = enumerate(zip(self.rows, self._report.read(), strict=True))
+        return [self._outcome(at, row, line) if row.final else None for at, (row, line) in told]
 
     def draft(self) -> None:
         """See `Launched`: what ran already has its width set now that the lengths are known."""
@@ -94,11 +94,12 @@ class DeviceStep:
 
     def _outcome(self, at: int, row: Row, line: Line) -> Outcome:
         draft = row.draft
-        if draft is None and row.drafted:
-            drafting = self._executor.drafting
+        if draft is None and line.valid:
+            drafting, tokens, parents = self._executor.drafting, line.tokens, line.parents
             assert drafting is not None
-            sound = drafting.sound(row.slot, line.tokens, line.parents)
-            draft = Draft(line.tokens[:sound], line.parents[:sound], None) if sound else None
+            sound = drafting.sound(row.slot, tokens, parents)
+            del tokens[sound:], parents[sound:]
+            draft = Draft(tokens, parents, None) if sound else None
         error = self._report.errors.get(at, "")
         if line.token < 0 and not error:
             place = len(row.request.output.ids) + len(line.path)
@@ -107,7 +108,7 @@ class DeviceStep:
                 "suppresses together forbid all"
             )
         verdict = Verdict(line.path, max(line.token, 0), error)
-        return Outcome(verdict, draft, self._logprobs(at, row, draft, verdict))
+        return Outcome(verdict, draft, self._logprobs(at, row, draft, verdict) if self._logits else ())
 
     def _logprobs(self, at: int, row: Row, draft: Draft | None, verdict: Verdict) -> list[TokenLogprob]:
         if at not in self._logits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -50,8 +50,12 @@ class LiveRow(Protocol):
         """Drafts below the last of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkRow:
+def is_plain(request: Request) -> bool:
+    """Say whether each token of `request` is the largest entry of its logits as they are."""
+    return request.processors is None and request.grammar is None and request.sampling.greedy
+
+
+class WorkRow(NamedTuple):
     """A row whose next token is decided, as the host knows it."""
 
     at: int
