@@ -58,6 +58,11 @@ class Offers:
     """Share of the rows that get any drafts, of those that ask for some."""
 
     @cached_property
+    def plain(self) -> float:
+        """Seconds of a plain step."""
+        return self.costs.plain(self.padded)
+
+    @cached_property
     def choices(self) -> Sequence[Choice]:
         """What comes of every row asking for all drafts of each depth; the fastest first."""
         tokens = self.rows + self.reach.sum(0).cumsum()
@@ -73,7 +78,7 @@ class Offers:
     @cached_property
     def better(self) -> Sequence[Choice]:
         """Those of `choices` that are expected to be faster than plain decoding."""
-        plain = self.rows / self.costs.plain(self.padded)
+        plain = self.rows / self.plain
         return [choice for choice in self.choices if choice.rate > plain]
 
     def pruned(self, choice: Choice) -> Choice:
@@ -112,7 +117,7 @@ class Offers:
         if none < 1.0:
             width = padded + drafts * self.filled[depth] * self.made / (1.0 - none)
             seconds += (1.0 - none) * costs.verify(padded, round(width))
-        base = costs.plain(padded)
+        base = self.plain
         risk = max(seconds, between + costs.verify(padded, padded + drafts)) / base - 1.0
         if not costs.knows_draft(padded, depth):
             risk = max(risk, UNKNOWN_RISK)

@@ -282,10 +282,11 @@ class CostPolicy:
             return limits, np.array([result.accepted for result in results], dtype=int)
 
         made = [result for result in asked if result.drafted]
-        self._rows.add(np.array([result.slot for result in every]), *arrays(every), shares.shares())
+        found = arrays(every)
+        self._rows.add(np.array([result.slot for result in every]), *found, shares.shares())
         shares.fill(len(asked), len(made))
         if made:
-            shares.add(*arrays(made))
+            shares.add(*(found if len(made) == len(every) else arrays(made)))
             filled = sum(result.drafted for result in made) / sum(result.limit for result in made)
             self._fills[depth] += 1
             self._filled[depth] += max(0.1, 1.0 / (1.0 + self._fills[depth])) * (filled - self._filled[depth])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from specplug.adaptive.config import Measured
@@ -19,6 +20,10 @@ DOUBTED = 1.25
 """A place's only time counts as at most this multiple of what its neighbours say."""
 MOST = 1.05
 """A new time counts as at most this multiple of what was known, and at least its inverse: a hiccup is no trend."""
+RECENT = 9
+"""Newest times whose median ratio to what was known tells whether everything takes another time now."""
+JUMP = 1.25
+"""That ratio, or its inverse, from which all that is known is scaled by it."""
 
 
 class Line:
@@ -117,12 +122,35 @@ class Line:
         return max(0.0, self._granted[place] + self._moved)
 
 
+class Paced(Line):
+    """A `Line` that is scaled as a whole once most of the newest times say that everything takes another time now.
+
+    Otherwise places that were timed before and after do not compare: the machine has got other work, or contexts of
+    another length. Smaller changes are left to each place: what one place alone takes must not be blamed on all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ratios: deque[float] = deque(maxlen=RECENT)  # new times over what was known of their places
+
+    def add(self, place: int, seconds: float) -> None:
+        """See `Line`."""
+        if self._count.get(place, 0) >= SURE and self._seconds[place] > 0.0:
+            self._ratios.append(seconds / self._seconds[place])
+            pace = sorted(self._ratios)[len(self._ratios) // 2]
+            if len(self._ratios) == RECENT and not 1.0 / JUMP <= pace <= JUMP:
+                self._seconds = {at: pace * was for at, was in self._seconds.items()}
+                self._granted = {at: pace * was for at, was in self._granted.items()}
+                self._ratios.clear()
+        super().add(place, seconds)
+
+
 class Costs:
     """Seconds of a forward by (rows, tokens), and between a decision and the next forward by (rows, depth)."""
 
     def __init__(self, measured: Measured) -> None:
         """`measured`: what is known beforehand, and taken for granted."""
-        self._verify: dict[int, Line] = {}
+        self._verify: dict[int, Paced] = {}
         self._between: dict[int, Line] = {}
         for (rows, tokens), seconds in measured.verify.items():
             self.grant_verify(rows, tokens, seconds)
@@ -140,7 +168,7 @@ class Costs:
 
     def grant_verify(self, rows: int, tokens: int, seconds: float) -> None:
         """Take the time of a forward for granted until real ones are known."""
-        self._verify.setdefault(rows, Line()).grant(_coarse(rows, tokens), seconds)
+        self._verify.setdefault(rows, Paced()).grant(_coarse(rows, tokens), seconds)
 
     def grant_between(self, rows: int, depth: int, seconds: float) -> None:
         """Take the time between a decision and the next forward for granted until real ones are known."""
@@ -148,7 +176,7 @@ class Costs:
 
     def add_verify(self, rows: int, tokens: int, seconds: float) -> None:
         """Take in the time of a forward."""
-        self._verify.setdefault(rows, Line()).add(_coarse(rows, tokens), seconds)
+        self._verify.setdefault(rows, Paced()).add(_coarse(rows, tokens), seconds)
 
     def add_between(self, rows: int, depth: int, seconds: float) -> None:
         """Take in the time between a decision and the next forward."""
@@ -212,9 +240,13 @@ def _insert(places: list[int], place: int) -> None:
 
 
 def _coarse(rows: int, tokens: int) -> int:
-    """Return `tokens` in steps of a quarter of the rows, so that a large batch's totals share entries."""
+    """Return `tokens` in steps of a quarter of the rows, so that a large batch's totals share entries.
+
+    Rounded up, so that the entry of plain steps is theirs alone: with few drafts in it a forward takes longer by more
+    than these tokens (another kernel or graph, rows of two widths), and plain steps would look as dear.
+    """
     step = max(1, rows // 4)
-    return rows + (tokens - rows) // step * step
+    return rows - (rows - tokens) // step * step
 
 
 def _nearest(lines: Mapping[int, Line], rows: int) -> Line | None:
