@@ -13,7 +13,7 @@ import pytest
 
 from specplug.adaptive.acceptance import ByDepth, ByRow, expected
 from specplug.adaptive.config import Measured
-from specplug.adaptive.cost import CostPolicy
+from specplug.adaptive.cost import PROBE_SHARE, CostPolicy
 from specplug.adaptive.costs import Costs, Line
 from specplug.adaptive.guard import BOUND, TRYING, WINDOW, Guard
 from specplug.adaptive.policy import Decision, Result, Round
@@ -276,6 +276,28 @@ def test_rows_without_drafts_say_nothing_of_drafts() -> None:
         policy.learn()
     assert min(policy._shares[0].shares()) > 0.9
     assert policy._shares[0].made == pytest.approx(1 / 3, abs=0.1)
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.8])
+def test_tries_that_lose_more_than_is_believed_are_made_less_often(lost: float) -> None:
+    """Drafts that are never right cost 0.3 plain steps a try; lately they were seen to lose `lost`."""
+    # Breaks with: tries that are spaced by what is believed alone; losses of tries that are not noted.
+    policy, tries = cost_policy(), 0
+    for step in range(2000):
+        decision = policy.decide(8, range(8))
+        drafts = 8 * decision.depth
+        results = [Result(row, decision, decision.depth, decision.depth, 0) for row in range(8)]
+        policy.observe(Round(8, 8 + drafts, results, 1.3 if drafts else 1.0, 0.001))
+        if step >= 1000:
+            tries += drafts > 0
+            if lost:
+                policy._lost = lost
+        policy.learn()
+    if lost:
+        assert 1 <= tries <= 1000 * PROBE_SHARE / lost + 1
+    else:
+        assert policy._lost == pytest.approx(0.3, abs=0.05)
+        assert tries == pytest.approx(1000 * PROBE_SHARE / 0.3, rel=0.3)
 
 
 @pytest.mark.parametrize(("first", "deeper"), [(0.2, 0.0), (1.0, 0.0), (0.75, 0.75)])

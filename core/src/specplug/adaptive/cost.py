@@ -26,6 +26,8 @@ from specplug.adaptive.tiers import Tier, tier_at
 
 PROBE_SHARE = 0.004
 """Most time that is given to trying drafts where plain decoding is fastest, as a share."""
+PROBE_NEWEST = 0.25
+"""Weight of the newest try in what tries lose."""
 PROBE_LEAST = 16
 """Fewest plain rounds between two such tries."""
 RETURN_LEAST, RETURN_MOST = 4, 64
@@ -97,6 +99,7 @@ class CostPolicy:
         self._guard = Guard()
         self._since_plain = 0
         self._idle = 0  # plain rounds since drafts were last asked for
+        self._lost = 0.0  # plain steps that a try with drafts has lost of late
         self._pause = RETURN_LEAST
         self._doubt = DOUBT
         self._paid = False  # the newest drafted round gained
@@ -199,7 +202,7 @@ class CostPolicy:
             return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "doubted")
         # Plain steps that are lost, as far as is known, if any drafts are made: without them it is asked again at once.
         some = 1.0 - (1.0 - offers.made) ** len(offers.slots)
-        lost = (best.loss + 1.0 - best.tokens / offers.rows) / max(some, 1e-3)
+        lost = max(self._lost, (best.loss + 1.0 - best.tokens / offers.rows) / max(some, 1e-3))
         due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
 
@@ -217,9 +220,11 @@ class CostPolicy:
             return
         self._observed += 1
         decision = max((result.decision for result in round.results), key=lambda decision: decision.depth)
+        why = ""
         if any(chosen.decision is decision for chosen in self._flying):
-            while self._flying.popleft().decision is not decision:
+            while (chosen := self._flying.popleft()).decision is not decision:
                 pass
+            why = chosen.why
         depth, padded = decision.depth, self._pad(round.rows)
         width = round.tokens + padded - round.rows  # as the tables count: a plain round is as wide as its padded rows
         if round.verify is not None:
@@ -239,7 +244,10 @@ class CostPolicy:
         if self.costs.knows_plain(padded):
             took = self.costs.round(padded, width, depth) / self.costs.plain(padded)
             emitted = 1.0 + sum(result.accepted for result in round.results) / round.rows
-            self._guard.add(min(took - emitted, MOST_LOST))
+            lost = min(took - emitted, MOST_LOST)
+            self._guard.add(lost)
+            if made and why == "tried":
+                self._lost += PROBE_NEWEST * (lost - self._lost)
             if made:
                 self._paid = emitted > took
                 if self._paid:

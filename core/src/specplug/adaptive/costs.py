@@ -22,7 +22,7 @@ MOST = 1.05
 """A new time counts as at most this multiple of what was known, and at least its inverse: a hiccup is no trend."""
 RECENT = 9
 """Newest times whose median ratio to what was known tells whether everything takes another time now."""
-JUMP = 1.25
+JUMP = 1.5
 """That ratio, or its inverse, from which all that is known is scaled by it."""
 
 
