@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import math
 from collections.abc import Callable
 
 
@@ -20,30 +20,24 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def share(text: str) -> float:
     """Parse a number above 0 and up to 1."""
-    return _above_zero(text, 1.0, "number above 0 and up to 1")
+    return _number(text, lambda found: 0 < found <= 1, "number above 0 and up to 1")
 
 
 def part(text: str) -> float:
     """Parse a number from 0 to 1, both included."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
-    return found
+    return _number(text, lambda found: 0 <= found <= 1, "number from 0 to 1")
 
 
 def above_zero(text: str) -> float:
     """Parse a finite number above 0."""
-    return _above_zero(text, sys.float_info.max, "finite number above 0")
+    return _number(text, lambda found: 0 < found < math.inf, "finite number above 0")
 
 
-def _above_zero(text: str, most: float, wanted: str) -> float:
+def _number(text: str, fits: Callable[[float], bool], wanted: str) -> float:
     try:
         found = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= most:
+        found = math.nan  # which fits nowhere
+    if not fits(found):
         raise argparse.ArgumentTypeError(f"{text!r} is no {wanted}")
     return found

@@ -246,9 +246,9 @@ class CostPolicy:
             emitted = 1.0 + sum(result.accepted for result in round.results) / round.rows
             lost = min(took - emitted, MOST_LOST)
             self._guard.add(lost)
-            if made and why == "tried":
-                self._lost += PROBE_NEWEST * (lost - self._lost)
             if made:
+                if why == "tried":
+                    self._lost += PROBE_NEWEST * (lost - self._lost)
                 self._paid = emitted > took
                 if self._paid:
                     self._pause = RETURN_LEAST

@@ -137,8 +137,8 @@ class Paced(Line):
         """See `Line`."""
         if self._count.get(place, 0) >= SURE and self._seconds[place] > 0.0:
             self._ratios.append(seconds / self._seconds[place])
-            pace = sorted(self._ratios)[len(self._ratios) // 2]
-            if len(self._ratios) == RECENT and not 1.0 / JUMP <= pace <= JUMP:
+            pace = sorted(self._ratios)[RECENT // 2] if len(self._ratios) == RECENT else 1.0
+            if not 1.0 / JUMP <= pace <= JUMP:
                 self._seconds = {at: pace * was for at, was in self._seconds.items()}
                 self._granted = {at: pace * was for at, was in self._granted.items()}
                 self._ratios.clear()
