@@ -28,22 +28,13 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
+from adaptive_texts import COPYING, FREE
+
 from specplug import Engine, SamplingParams
 from specplug.adaptive.cost import CostPolicy
 from specplug.adaptive.policy import Forced, Policy
 from specplug.bench.host import describe
-from specplug.cli.demo_prompts import PROMPTS as COPYING
 
-FREE = (
-    "Tell me about your favourite season and why people like it.",
-    "Write a short story about a lighthouse keeper who finds a letter.",
-    "What should I cook for friends on a cold evening?",
-    "Explain how rainbows form, to a child.",
-    "Give me three ideas for a weekend without screens.",
-    "Why do cats purr?",
-    "Describe a market in a town by the sea.",
-    "How does one learn to play the guitar?",
-)
 EAGLE3_8B = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "num_hidden_layers": 1,
@@ -93,7 +84,6 @@ def finish(engine: Engine, requests: Sequence[Any]) -> None:
 def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the demo model."""
     found = []
-    copying = [prompt.text for prompt in COPYING if prompt.copies]
     depths = [0, *options.depths]
     for batch in options.batches:
         engine = Engine(
@@ -106,8 +96,8 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
             context_length=2048,
         )
         with engine:
-            both = [text for pair in zip(copying, FREE, strict=False) for text in pair]
-            for mix, texts in (("copying", copying), ("free", FREE), ("both", both)):
+            both = [text for pair in zip(COPYING, FREE, strict=True) for text in pair]
+            for mix, texts in (("copying", COPYING), ("free", FREE), ("both", both)):
                 chosen = [texts[at % len(texts)] for at in range(max(3 * batch, 8))]
                 prompts = [
                     engine.target.tokenizer.apply_chat_template(

@@ -25,11 +25,11 @@ def forward(rows: int, tokens: int, step: int) -> float:
 
 
 def speed(
-    policy: CostPolicy | int, rows: int, made: float, right: float, pace: Callable[[int], float], steps: int = 2400
+    policy: CostPolicy | int, rows: int, made: float, right: float, pace: Callable[[int], float], seed: int = 5
 ) -> float:
     """Return tokens of a row by seconds at pace 1. A row gets drafts with chance `made`, each right with `right`."""
-    rng, noise = random.Random(5), random.Random(6)
-    tokens = seconds = 0.0
+    rng, noise = random.Random(seed), random.Random(seed + 1)
+    tokens, seconds, steps = 0.0, 0.0, 2400
     for step in range(steps):
         decision = policy.decide(rows, range(rows)) if isinstance(policy, CostPolicy) else Decision(policy)
         results = []
@@ -62,6 +62,7 @@ def busy(step: int) -> float:
     return 1.8 if step % 400 >= 250 else 1.0
 
 
+@pytest.mark.parametrize("seed", [5, 15])
 @pytest.mark.parametrize(
     ("rows", "made", "right", "pace"),
     [
@@ -75,13 +76,13 @@ def busy(step: int) -> float:
     ],
 )
 def test_it_keeps_up_while_contexts_grow_and_the_machine_is_busy(
-    rows: int, made: float, right: float, pace: Callable[[int], float]
+    rows: int, made: float, right: float, pace: Callable[[int], float], seed: int
 ) -> None:
     """Against the best fixed depth, plain decoding among them."""
     # Breaks with: a few drafts' tokens rounded down to plain steps (even, 32 rows); times that are not scaled
-    # together (busy).
-    run = speed(cost_policy(rows), rows, made, right, pace)
-    assert run >= 0.97 * max(speed(depth, rows, made, right, pace) for depth in DEPTHS)
+    # together (busy); looks at a depth whose last drafts are not thought worth it, without these (even, 0.8).
+    run = speed(cost_policy(rows), rows, made, right, pace, seed)
+    assert run >= 0.98 * max(speed(depth, rows, made, right, pace, seed) for depth in DEPTHS)
 
 
 @pytest.mark.parametrize("rows", [8, 32])

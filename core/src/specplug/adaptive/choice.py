@@ -54,8 +54,8 @@ class Offers:
     """That may be chosen, without 0."""
     reach: np.ndarray
     """float [len(slots), depths]: chance that a row that asks for it has its draft at each depth accepted."""
-    made: float
-    """Share of the rows that get any drafts, of those that ask for some."""
+    made: np.ndarray
+    """float [len(slots)]: chance that a row that asks for drafts gets any."""
 
     @cached_property
     def plain(self) -> float:
@@ -65,9 +65,8 @@ class Offers:
     @cached_property
     def choices(self) -> Sequence[Choice]:
         """What comes of every row asking for all drafts of each depth; the fastest first."""
-        tokens = self.rows + self.reach.sum(0).cumsum()
-        count = len(self.slots)
-        found = [self._choice(at, float(tokens[at - 1]), count, count * self.nodes[at]) for at in self.depths]
+        tokens, every = self.rows + self.reach.sum(0).cumsum(), np.ones(len(self.slots), dtype=int)
+        found = [self._choice(at, float(tokens[at - 1]), self.nodes[at] * every) for at in self.depths]
         return sorted(found, key=lambda choice: choice.rate, reverse=True)
 
     @cached_property
@@ -81,44 +80,47 @@ class Offers:
         plain = self.rows / self.plain
         return [choice for choice in self.choices if choice.rate > plain]
 
-    def pruned(self, choice: Choice) -> Choice:
-        """Take drafts from rows where they are worth less than the time they cost, if the whole gains by it."""
+    def pruned(self, choice: Choice, whole: bool = False) -> Choice:
+        """Take drafts from rows where they are worth less than the time they cost, if the whole gains by it.
+
+        `whole`: a row gets all drafts or none. What is thought of deep drafts is not learned without any.
+        """
         depth, nodes, count = choice.depth, self.nodes[choice.depth], len(self.slots)
         if count < 2:
             return choice
-        width = count * nodes * self.filled[depth] * self.made
+        made = float(self.made.sum())
+        width = nodes * self.filled[depth] * made
         wide, bare = (self.costs.verify(self.padded, round(self.padded + more)) for more in (width, 0))
-        worth = choice.rate * (wide - bare) / (count * nodes)  # tokens that one more draft asked for has to yield
-        if worth <= 0.0:
+        if wide <= bare:
             return choice
+        # Tokens that one more draft asked for has to yield, [len(slots), 1]: what it costs if it is made.
+        worth = (choice.rate * (wide - bare) / nodes / made * self.made)[:, None]
         reach = self.reach[:, :depth]
-        if nodes == depth:  # a chain, of which every leading part is one
+        if nodes == depth and not whole:  # a chain, of which every leading part is one
             wanted = reach >= worth
             most = wanted.sum(1)
         else:
-            wanted = np.broadcast_to((reach.sum(1) >= worth * nodes)[:, None], reach.shape)
+            wanted = np.broadcast_to(reach.sum(1, keepdims=True) >= worth * nodes, reach.shape)
             most = np.where(wanted[:, 0], nodes, 0)
         drafts = int(most.sum())
         if drafts in (0, count * nodes):
             return choice
         limits = {slot: each for slot, each in zip(self.slots, most.tolist(), strict=True) if each < nodes}
         tokens = self.rows + float(reach[wanted].sum())
-        pruned = self._choice(depth, tokens, int((most > 0).sum()), drafts, limits)
+        pruned = self._choice(depth, tokens, most, limits)
         return pruned if pruned.rate > choice.rate else choice
 
-    def _choice(
-        self, depth: int, tokens: float, wanting: int, drafts: int, limits: Mapping[int, int] | None = None
-    ) -> Choice:
-        """Return a round in which `wanting` rows ask for `drafts` drafts together."""
+    def _choice(self, depth: int, tokens: float, most: np.ndarray, limits: Mapping[int, int] | None = None) -> Choice:
+        """Return a round in which rows ask for `most` drafts each, [len(slots)]."""
         costs, padded = self.costs, self.padded
         between = costs.between(padded, depth)
-        none = (1.0 - self.made) ** wanting  # rows are taken to get drafts independently of each other
+        none = float(np.prod(1.0 - self.made * (most > 0)))  # rows are taken to get drafts independently of each other
         seconds = between + none * costs.verify(padded, padded)
         if none < 1.0:
-            width = padded + drafts * self.filled[depth] * self.made / (1.0 - none)
+            width = padded + self.filled[depth] * float(most @ self.made) / (1.0 - none)
             seconds += (1.0 - none) * costs.verify(padded, round(width))
         base = self.plain
-        risk = max(seconds, between + costs.verify(padded, padded + drafts)) / base - 1.0
+        risk = max(seconds, between + costs.verify(padded, padded + int(most.sum()))) / base - 1.0
         if not costs.knows_draft(padded, depth):
             risk = max(risk, UNKNOWN_RISK)
         return Choice(depth, tokens, seconds, seconds / base - 1.0, risk, limits or {})

@@ -1,10 +1,10 @@
 """The cost policy: for every step the depth with the most expected tokens per second, plain decoding included.
 
 Expected tokens of a row at depth d are 1 + m * (sum over j <= d of the product of the first j conditional
-acceptance shares), m being the share of rows that get any drafts at all; seconds are those of drafting d and
-of a forward over all rows' tokens (`Costs`). With one row that always gets drafts this is the choice of the
-speculation length in section 3 of Leviathan et al. 2023 (arXiv 2211.17192), with measured costs in place of a
-constant ratio.
+acceptance shares), m being the share of rows that get any drafts at all, both of rows whose newest drafts did as
+well (`Scores`); seconds are those of drafting d and of a forward over all rows' tokens (`Costs`). With one row that
+always gets drafts this is the choice of the speculation length in section 3 of Leviathan et al. 2023 (arXiv
+2211.17192), with measured costs in place of a constant ratio.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from specplug.adaptive.acceptance import ByDepth, ByRow, expected
+from specplug.adaptive.acceptance import ByDepth, Scores, expected
 from specplug.adaptive.choice import UNKNOWN_RISK, Choice, Offers
 from specplug.adaptive.config import Measured
 from specplug.adaptive.costs import Costs
@@ -32,8 +32,9 @@ PROBE_LEAST = 16
 """Fewest plain rounds between two such tries."""
 RETURN_LEAST, RETURN_MOST = 4, 64
 """Plain rounds before a try where drafts are believed to pay and losses hold them back; doubled by every failure."""
-REFRESH = 256
-"""Drafted rounds after which a plain one is run, so that it is known what that takes now."""
+REFRESH_SHARE, REFRESH_LEAST = 0.003, 16
+"""Most time that is given to plain rounds where drafts pay, as a share, so that it is known what they take now; and
+fewest drafted rounds between two of them. Where plain decoding is nearly as fast it has to be known best."""
 MOST_LOST = USUAL * BOUND * WINDOW
 """Plain steps that one round counts as at most: more is a hiccup of the machine's, not a price of drafting."""
 DOUBT = 512
@@ -59,6 +60,8 @@ class _Chosen(NamedTuple):
     why: Literal["plain", "best", "looked at", "held back", "tried", "doubted"] = "plain"
     behind: float = 0.0
     """Share by which it is believed to be slower than the best depth."""
+    grades: np.ndarray | None = None
+    """Of all slots, when it was asked for; set by `decide`."""
 
 
 class CostPolicy:
@@ -89,7 +92,7 @@ class CostPolicy:
             ByDepth(deepest, known[min(known, key=lambda rows: abs(rows - tier.least))] if known else ())
             for tier in tiers
         ]
-        self._rows = ByRow(padded[-1], deepest)
+        self._scores = Scores(padded[-1])
         # By depth, the share of the drafts asked for that are made in rows that get any, and how often it was seen.
         self._filled = dict.fromkeys(nodes, 1.0)
         self._fills = dict.fromkeys(nodes, 0)
@@ -123,7 +126,7 @@ class CostPolicy:
                 self._weigh(rows, slots)
             chosen = self._chosen()
         self._last = chosen.decision
-        self._flying.append(chosen)
+        self._flying.append(chosen._replace(grades=self._scores.grades))
         self._counts[chosen.decision.depth] += 1
         self._reasons[chosen.why] += 1
         if chosen.why == "doubted":
@@ -151,23 +154,25 @@ class CostPolicy:
         if not any(self.costs.knows_draft(padded, depth) for depth in depths):
             depths = [min(depths, key=lambda depth: (abs(depth - self._start), depth))]
         by_depth = self._shares[tier]
-        shares = by_depth.shares()
-        reach = by_depth.made * expected(shares, self._rows.factors(slots, shares))
-        self._offers = Offers(
-            self.costs, self._nodes, self._filled, rows, padded, tier, slots, depths, reach, by_depth.made
-        )
+        grades = self._scores.grades[list(slots)]
+        made = by_depth.made[grades]
+        reach = made[:, None] * expected(by_depth.shares()[grades])
+        self._offers = Offers(self.costs, self._nodes, self._filled, rows, padded, tier, slots, depths, reach, made)
 
     def _chosen(self) -> _Chosen:
         """Choose for what was asked last."""
         offers, flying = self._offers, [chosen.risk for chosen in self._flying]  # what rounds on their way may lose
-        if offers is None or self._since_plain >= REFRESH:
+        if offers is None:
             return _Chosen(Decision(0, tier_at(self._tiers, self._pad(self._asked[0]))))
         tier, better = offers.tier, offers.better
         best = next((choice for choice in better if self._may(choice.risk, flying)), None)
         if best is not None:
+            behind = 1.0 - offers.rows / offers.plain / best.rate
+            if self._since_plain >= max(REFRESH_LEAST, behind / REFRESH_SHARE):
+                return _Chosen(Decision(0, tier))
             look = self._look_at(best, offers, flying)
             if look is not None:
-                given, behind = offers.pruned(look), 1.0 - look.rate / best.rate
+                given, behind = offers.pruned(look, whole=True), 1.0 - look.rate / best.rate
                 return _Chosen(Decision(given.depth, tier, given.limits), given.risk, "looked at", behind)
             given = offers.fastest if best is offers.choices[0] else offers.pruned(best)
             return _Chosen(Decision(given.depth, tier, given.limits), given.risk, "best")
@@ -201,7 +206,7 @@ class CostPolicy:
             depth = min(offers.choices, key=lambda choice: choice.risk).depth
             return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "doubted")
         # Plain steps that are lost, as far as is known, if any drafts are made: without them it is asked again at once.
-        some = 1.0 - (1.0 - offers.made) ** len(offers.slots)
+        some = 1.0 - float(np.prod(1.0 - offers.made))
         lost = max(self._lost, (best.loss + 1.0 - best.tokens / offers.rows) / max(some, 1e-3))
         due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
@@ -220,11 +225,10 @@ class CostPolicy:
             return
         self._observed += 1
         decision = max((result.decision for result in round.results), key=lambda decision: decision.depth)
-        why = ""
+        known = _Chosen(decision)
         if any(chosen.decision is decision for chosen in self._flying):
-            while (chosen := self._flying.popleft()).decision is not decision:
+            while (known := self._flying.popleft()).decision is not decision:
                 pass
-            why = chosen.why
         depth, padded = decision.depth, self._pad(round.rows)
         width = round.tokens + padded - round.rows  # as the tables count: a plain round is as wide as its padded rows
         if round.verify is not None:
@@ -247,7 +251,7 @@ class CostPolicy:
             lost = min(took - emitted, MOST_LOST)
             self._guard.add(lost)
             if made:
-                if why == "tried":
+                if known.why == "tried":
                     self._lost += PROBE_NEWEST * (lost - self._lost)
                 self._paid = emitted > took
                 if self._paid:
@@ -256,7 +260,7 @@ class CostPolicy:
                     self._pause = min(2 * self._pause, RETURN_MOST)
         # A try without any drafts was none: the next one is not put off.
         self._idle = 0 if made else self._idle + 1
-        self._learn(asked, round.results, decision)
+        self._learn(round.results, decision, self._scores.grades if known.grades is None else known.grades)
 
     def learn(self) -> None:
         """See `Policy`: chooses what `decide` returns if it is asked for the same rows again.
@@ -275,33 +279,33 @@ class CostPolicy:
         at = padded, chosen.decision.depth
         if chosen.decision.depth == 0 or chosen.why not in ("best", "looked at"):
             return
-        rounds = self._looks.get(at, (0, 0))[0] + 1
-        self._looks[at] = (0, self._rounds + _pause(chosen.behind)) if rounds >= LOOKS else (rounds, 0)
+        rounds, due = self._looks.get(at, (0, 0))
+        over = rounds + 1 >= LOOKS or self._rounds < due
+        self._looks[at] = (0, self._rounds + _pause(chosen.behind)) if over else (rounds + 1, due)
 
-    def _learn(self, asked: Sequence[Result], every: Sequence[Result], decision: Decision) -> None:
-        """Take in acceptance: of the rows that got drafts for the tier, and of every row for its request."""
+    def _learn(self, results: Sequence[Result], decision: Decision, grades: np.ndarray) -> None:
+        """Take in acceptance: of the rows that got drafts for the tier, and of every row for its request.
+
+        `grades`: by slot, when drafts were asked for.
+        """
         self._learned = True
         depth, shares = decision.depth, self._shares[decision.tier]
+        slots, limits, drafted, accepted = np.array([(r.slot, r.limit, r.drafted, r.accepted) for r in results]).T
+        asked = (limits > 0) & [result.decision is decision for result in results]
+        made = asked & (drafted > 0)
         chain = self._nodes.get(depth, depth) == depth
-
-        def arrays(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
-            limits = np.array([result.limit if result.drafted else 0 for result in results], dtype=int)
-            limits = np.minimum(limits, depth) if chain else np.where(limits > 0, depth, 0)
-            return limits, np.array([result.accepted for result in results], dtype=int)
-
-        made = [result for result in asked if result.drafted]
-        found = arrays(every)
-        self._rows.add(np.array([result.slot for result in every]), *found, shares.shares())
-        shares.fill(len(asked), len(made))
-        if made:
-            shares.add(*(found if len(made) == len(every) else arrays(made)))
-            filled = sum(result.drafted for result in made) / sum(result.limit for result in made)
+        longest = np.minimum(limits, depth) if chain else np.where(limits > 0, depth, 0)  # path
+        self._scores.add(slots, asked, np.minimum(drafted, longest), accepted)
+        shares.fill(grades[slots[asked]], grades[slots[made]])
+        if made.any():
+            shares.add(grades[slots[made]], longest[made], accepted[made])
+            filled = float(drafted[made].sum() / limits[made].sum())
             self._fills[depth] += 1
             self._filled[depth] += max(0.1, 1.0 / (1.0 + self._fills[depth])) * (filled - self._filled[depth])
 
     def forget(self, slot: int) -> None:
         """See `Policy`."""
-        self._rows.forget(slot)
+        self._scores.forget(slot)
         self._offers = self._ready = None
 
     def report(self) -> dict[str, Any]:
@@ -315,7 +319,7 @@ class CostPolicy:
             "held_back": self._reasons["held back"],
             "lost": self._guard.lost,
             "tiers": [
-                {"least": tier.least, "candidates": tier.candidates, "acceptance_by_depth": shares.shares()}
+                {"least": tier.least, "candidates": tier.candidates, "acceptance_by_depth": shares.pooled()}
                 for tier, shares in zip(self._tiers, self._shares, strict=True)
             ],
             "measured": self.costs.measured().as_json(),

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from specplug.adaptive.config import Measured
 
-NEWEST = 0.1
+NEWEST, NEWEST_STALE = 0.1, 0.3
 """Weight of a new time, once there are many: of fewer, it is that of one among them."""
+STALE = 16
+"""Newer times of other places from which what is known of a place is stale: more may have changed since."""
 SURE = 2
 """Times after which one is believed: the first holds what happens once."""
 DRAWN = 2.0
@@ -18,7 +20,7 @@ SETTLED = 16
 """Times from which a place stands by itself."""
 DOUBTED = 1.25
 """A place's only time counts as at most this multiple of what its neighbours say."""
-MOST = 1.05
+MOST, MOST_STALE = 1.05, 1.25
 """A new time counts as at most this multiple of what was known, and at least its inverse: a hiccup is no trend."""
 RECENT = 9
 """Newest times whose median ratio to what was known tells whether everything takes another time now."""
@@ -38,6 +40,8 @@ class Line:
         self._sure: list[int] = []
         self._seconds: dict[int, float] = {}
         self._count: dict[int, int] = {}
+        self._times = 0
+        self._last: dict[int, int] = {}  # how many times there were when a place was timed last
         self._granted: dict[int, float] = {}
         self._moved: float | None = 0.0  # None: to be computed
 
@@ -66,8 +70,12 @@ class Line:
         if count <= SURE:
             self._seconds[place] = min(old, seconds)
         else:
-            bounded = min(max(seconds, old / MOST), old * MOST)
-            self._seconds[place] = old + max(NEWEST, 1.0 / count) * (bounded - old)
+            stale = self._times - self._last[place] >= STALE
+            most, weight = (MOST_STALE, NEWEST_STALE) if stale else (MOST, NEWEST)
+            bounded = min(max(seconds, old / most), old * most)
+            self._seconds[place] = old + max(weight, 1.0 / count) * (bounded - old)
+        self._times += 1
+        self._last[place] = self._times
         self._moved = None
 
     def get(self, place: int) -> float:
