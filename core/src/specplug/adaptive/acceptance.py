@@ -43,7 +43,7 @@ class Scores:
     def __init__(self, slots: int) -> None:
         self._scores = np.full(slots, NEUTRAL)
         self.grades = np.searchsorted(EDGES, self._scores)
-        """int [slots]; each entry is replaced, never changed in place."""
+        """int [slots]. The array is replaced, never changed in place: one that was handed out stays as it was."""
 
     def add(self, slots: np.ndarray, asked: np.ndarray, most: np.ndarray, accepted: np.ndarray) -> None:
         """Take in one forward's rows, [n] each: if drafts were asked for, how many could and how many did pass.
@@ -76,7 +76,7 @@ class ByDepth:
     def __init__(self, deepest: int, known: Sequence[float] = ()) -> None:
         """`known`: shares to begin with, from depth 1 on."""
         self._depths = np.arange(1, deepest + 1)
-        self._known = np.arange(GRADES)[:, None]
+        self._grades = np.arange(GRADES)[:, None]
         begin = np.array(known[:deepest], dtype=float)
         rows = MEMORY / 2 / GRADES
         # [2, grades, depths]: tried and accepted.
@@ -89,7 +89,7 @@ class ByDepth:
 
     def add(self, grades: np.ndarray, limits: np.ndarray, accepted: np.ndarray) -> None:
         """Take in one forward's rows, [n] each."""
-        of_grade = (grades == self._known).astype(float)
+        of_grade = (grades == self._grades).astype(float)
         seen = of_grade @ (np.minimum(limits, (accepted + 1, accepted))[:, :, None] >= self._depths)
         tried, least = seen[0], 2 * len(limits)
         keep = (1.0 - 1.0 / max(MEMORY, least)) ** tried
@@ -104,9 +104,9 @@ class ByDepth:
 
     def fill(self, asked: np.ndarray, made: np.ndarray) -> None:
         """Take in the grades of a forward's rows that had asked for drafts, [n], and of those that got any, [m]."""
-        rows = np.array([np.bincount(each, minlength=GRADES) for each in (asked, made)])
-        keep = (1.0 - 1.0 / max(MEMORY, 2 * len(asked))) ** rows[0]
-        self._rows = keep * self._rows + rows
+        rows = np.bincount(asked, minlength=GRADES)
+        keep = (1.0 - 1.0 / max(MEMORY, 2 * len(asked))) ** rows
+        self._rows = keep * self._rows + (rows, np.bincount(made, minlength=GRADES))
 
     def idle(self) -> None:
         """Let recent observations lose weight: nothing was observed."""

@@ -63,10 +63,19 @@ class Offers:
         return self.costs.plain(self.padded)
 
     @cached_property
+    def none_made(self) -> float:
+        """Chance that no row gets drafts, of those that ask for some; taken to be independent of each other."""
+        return float((1.0 - self.made).prod())
+
+    @cached_property
     def choices(self) -> Sequence[Choice]:
         """What comes of every row asking for all drafts of each depth; the fastest first."""
-        tokens, every = self.rows + self.reach.sum(0).cumsum(), np.ones(len(self.slots), dtype=int)
-        found = [self._choice(at, float(tokens[at - 1]), self.nodes[at] * every) for at in self.depths]
+        tokens = (self.rows + self.reach.sum(0).cumsum()).tolist()
+        count, made, none = len(self.slots), float(self.made.sum()), self.none_made
+        found = []
+        for depth in self.depths:
+            nodes = self.nodes[depth]
+            found.append(self._choice(depth, tokens[depth - 1], count * nodes, nodes * made, none))
         return sorted(found, key=lambda choice: choice.rate, reverse=True)
 
     @cached_property
@@ -107,20 +116,25 @@ class Offers:
             return choice
         limits = {slot: each for slot, each in zip(self.slots, most.tolist(), strict=True) if each < nodes}
         tokens = self.rows + float(reach[wanted].sum())
-        pruned = self._choice(depth, tokens, most, limits)
+        none = float((1.0 - self.made[most > 0]).prod())
+        pruned = self._choice(depth, tokens, drafts, float(most @ self.made), none, limits)
         return pruned if pruned.rate > choice.rate else choice
 
-    def _choice(self, depth: int, tokens: float, most: np.ndarray, limits: Mapping[int, int] | None = None) -> Choice:
-        """Return a round in which rows ask for `most` drafts each, [len(slots)]."""
+    def _choice(
+        self, depth: int, tokens: float, drafts: int, made: float, none: float, limits: Mapping[int, int] | None = None
+    ) -> Choice:
+        """Return a round for which all rows together ask for `drafts`.
+
+        `made`: what comes of that where a row that gets any gets all; `none`: chance that no row gets any.
+        """
         costs, padded = self.costs, self.padded
         between = costs.between(padded, depth)
-        none = float(np.prod(1.0 - self.made * (most > 0)))  # rows are taken to get drafts independently of each other
         seconds = between + none * costs.verify(padded, padded)
         if none < 1.0:
-            width = padded + self.filled[depth] * float(most @ self.made) / (1.0 - none)
+            width = padded + self.filled[depth] * made / (1.0 - none)
             seconds += (1.0 - none) * costs.verify(padded, round(width))
         base = self.plain
-        risk = max(seconds, between + costs.verify(padded, padded + int(most.sum()))) / base - 1.0
+        risk = max(seconds, between + costs.verify(padded, padded + drafts)) / base - 1.0
         if not costs.knows_draft(padded, depth):
             risk = max(risk, UNKNOWN_RISK)
         return Choice(depth, tokens, seconds, seconds / base - 1.0, risk, limits or {})

@@ -168,7 +168,8 @@ class CostPolicy:
         best = next((choice for choice in better if self._may(choice.risk, flying)), None)
         if best is not None:
             behind = 1.0 - offers.rows / offers.plain / best.rate
-            if self._since_plain >= max(REFRESH_LEAST, behind / REFRESH_SHARE):
+            on_its_way = any(chosen.decision.depth == 0 for chosen in self._flying)
+            if self._since_plain >= max(REFRESH_LEAST, behind / REFRESH_SHARE) and not on_its_way:
                 return _Chosen(Decision(0, tier))
             look = self._look_at(best, offers, flying)
             if look is not None:
@@ -206,8 +207,8 @@ class CostPolicy:
             depth = min(offers.choices, key=lambda choice: choice.risk).depth
             return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "doubted")
         # Plain steps that are lost, as far as is known, if any drafts are made: without them it is asked again at once.
-        some = 1.0 - float(np.prod(1.0 - offers.made))
-        lost = max(self._lost, (best.loss + 1.0 - best.tokens / offers.rows) / max(some, 1e-3))
+        some = max(1.0 - offers.none_made, 1e-3)
+        lost = max(self._lost, (best.loss + 1.0 - best.tokens / offers.rows) / some)
         due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
 
