@@ -11,7 +11,7 @@ ONE, BOTH = np.array([1]), np.array([1, 1])
 
 def test_shares_count_what_was_reached() -> None:
     """Depth 3 below a rejected depth 2 says nothing."""
-    shares = ByDepth(3)
+    shares = ByDepth(3, 3)
     for _ in range(200):
         shares.add(BOTH, np.array([3, 3]), np.array([1, 3]))
     for first, second, third in (shares.pooled(), shares.shares()[1]):
@@ -23,7 +23,7 @@ def test_shares_count_what_was_reached() -> None:
 def test_shares_that_are_not_observed_stay_and_give_way_at_once() -> None:
     """A depth that is not drafted is not believed to have become better; two rounds tell that it has."""
     # Breaks with: shares that drift towards a prior (depths nearly as good are tried over and over).
-    shares = ByDepth(2)
+    shares = ByDepth(2, 2)
     for _ in range(100):
         shares.add(ONE, np.array([2]), np.array([1]))
     for _ in range(600):
@@ -36,7 +36,7 @@ def test_shares_that_are_not_observed_stay_and_give_way_at_once() -> None:
 
 
 def test_a_share_is_that_of_a_long_time_until_it_changes() -> None:
-    rng, shares = np.random.default_rng(5), ByDepth(1)
+    rng, shares = np.random.default_rng(5), ByDepth(1, 1)
     found = []
     for step in range(2000):
         right = rng.random() < (0.2 if step < 1000 else 0.7)
@@ -49,7 +49,7 @@ def test_a_share_is_that_of_a_long_time_until_it_changes() -> None:
 def test_grades_have_shares_of_their_own_once_they_were_seen_often() -> None:
     """One grade is always right and seen a hundred times, another never and seen twice."""
     # Breaks with: one share for all; a grade that stands by itself from its first rows on.
-    shares = ByDepth(1)
+    shares = ByDepth(1, 1)
     for _ in range(100):
         shares.add(np.array([3]), np.array([1]), np.array([1]))
     for _ in range(2):
@@ -63,13 +63,18 @@ def test_grades_have_shares_of_their_own_once_they_were_seen_often() -> None:
     assert shares.shares()[3, 0] > 0.9
 
 
-def test_rows_that_get_no_drafts_are_counted_by_grade() -> None:
-    shares = ByDepth(1)
+def test_drafts_that_there_are_are_counted_by_grade_and_number() -> None:
+    """One grade gets none, the other always four, asked for seven; the third never asked for more than two."""
+    # Breaks with: one share of the drafts asked for, be they two or seven.
+    shares = ByDepth(7, 7)
     for _ in range(100):
-        shares.fill(np.array([0, 0, 3]), np.array([3]))
-    assert shares.made.shape == (GRADES,)
-    assert shares.made[0] < 0.1
-    assert shares.made[3] > 0.8
+        shares.fill(np.array([0, 1, 3]), np.array([7, 2, 7]), np.array([0, 2, 4]))
+    none, few, _, four = shares.made
+    assert shares.made.shape == (GRADES, 7)
+    assert none.max() < 0.25
+    assert min(four[:4]) > 0.8
+    assert max(four[4:]) < 0.1
+    assert min(few[:2]) > 0.8
 
 
 def test_the_newest_rounds_make_the_grade() -> None:

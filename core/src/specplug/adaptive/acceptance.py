@@ -69,12 +69,12 @@ class ByDepth:
 
     A share is that of a long time, which tells depths apart that are nearly as good, until recent observations differ
     from it by more than chance: then it is theirs. (Two windows that are compared, as in ADWIN, Bifet & Gavalda 2007.)
-    A grade's shares are drawn towards those of all grades while it was seen a few times only. Rows that asked for
-    drafts and got none are counted apart, in `made`: they cost nothing, and say nothing of the drafts that there are.
+    A grade's shares are drawn towards those of all grades while it was seen a few times only. How many drafts there
+    are of those that were asked for is counted apart, in `made`: those that are not cost nothing.
     """
 
-    def __init__(self, deepest: int, known: Sequence[float] = ()) -> None:
-        """`known`: shares to begin with, from depth 1 on."""
+    def __init__(self, deepest: int, most: int, known: Sequence[float] = ()) -> None:
+        """`most`: drafts of a row. `known`: shares to begin with, from depth 1 on."""
         self._depths = np.arange(1, deepest + 1)
         self._grades = np.arange(GRADES)[:, None]
         begin = np.array(known[:deepest], dtype=float)
@@ -84,8 +84,9 @@ class ByDepth:
         self._long[:, :, : len(begin)] = rows * np.stack((np.ones(len(begin)), begin))[:, None]
         self._recent = self._long.copy()
         self._found: tuple[np.ndarray, list[float]] | None = None  # computed when asked for
-        # [2, grades]: rows that had asked for drafts, and that got any.
-        self._rows = np.full((2, GRADES), rows if len(begin) else 1.0 / GRADES)
+        # [2, grades, most]: rows that had asked for so many drafts and got all before this one, and that got it.
+        self._made = np.full((2, GRADES, most), rows if len(begin) else 1.0 / GRADES)
+        self._numbers = np.arange(1, most + 1)
 
     def add(self, grades: np.ndarray, limits: np.ndarray, accepted: np.ndarray) -> None:
         """Take in one forward's rows, [n] each."""
@@ -102,11 +103,11 @@ class ByDepth:
         self._long[:, changed] = self._recent[:, changed]
         self._found = None
 
-    def fill(self, asked: np.ndarray, made: np.ndarray) -> None:
-        """Take in the grades of a forward's rows that had asked for drafts, [n], and of those that got any, [m]."""
-        rows = np.bincount(asked, minlength=GRADES)
-        keep = (1.0 - 1.0 / max(MEMORY, 2 * len(asked))) ** rows
-        self._rows = keep * self._rows + (rows, np.bincount(made, minlength=GRADES))
+    def fill(self, grades: np.ndarray, limits: np.ndarray, drafted: np.ndarray) -> None:
+        """Take in a forward's rows that had asked for drafts, [n] each: how many, and how many there were."""
+        of_grade = (grades == self._grades).astype(float)
+        seen = of_grade @ (np.minimum(limits, (drafted + 1, drafted))[:, :, None] >= self._numbers)
+        self._made = (1.0 - 1.0 / max(MEMORY, 2 * len(limits))) ** seen[0] * self._made + seen
 
     def idle(self) -> None:
         """Let recent observations lose weight: nothing was observed."""
@@ -114,10 +115,10 @@ class ByDepth:
 
     @property
     def made(self) -> np.ndarray:
-        """Share of the rows that get any drafts, of those that are asked for some, [grades]."""
-        asked, made = self._rows
-        found: np.ndarray = (made + POOLED_ROWS * made.sum() / asked.sum()) / (asked + POOLED_ROWS)
-        return found
+        """Share of the rows that get at least 1, 2, ... drafts, of those that ask for as many, [grades, most]."""
+        asked, got = self._made
+        pooled = got.sum(0) / asked.sum(0)
+        return np.cumprod((got + POOLED_ROWS * pooled) / (asked + POOLED_ROWS), axis=1)
 
     def shares(self) -> np.ndarray:
         """Return the share by grade and depth, [grades, depths], [:, 0] for depth 1."""

@@ -43,8 +43,6 @@ class Offers:
     costs: Costs
     nodes: Mapping[int, int]
     """Most drafts of a row, by depth."""
-    filled: Mapping[int, float]
-    """Share of the drafts asked for that are made, in rows that get any, by depth."""
     rows: int
     padded: int
     tier: int
@@ -55,7 +53,7 @@ class Offers:
     reach: np.ndarray
     """float [len(slots), depths]: chance that a row that asks for it has its draft at each depth accepted."""
     made: np.ndarray
-    """float [len(slots)]: chance that a row that asks for drafts gets any."""
+    """float [len(slots), most drafts]: chance that a row that asks for so many drafts gets as many."""
 
     @cached_property
     def plain(self) -> float:
@@ -65,17 +63,17 @@ class Offers:
     @cached_property
     def none_made(self) -> float:
         """Chance that no row gets drafts, of those that ask for some; taken to be independent of each other."""
-        return float((1.0 - self.made).prod())
+        return float((1.0 - self.made[:, 0]).prod())
 
     @cached_property
     def choices(self) -> Sequence[Choice]:
         """What comes of every row asking for all drafts of each depth; the fastest first."""
         tokens = (self.rows + self.reach.sum(0).cumsum()).tolist()
-        count, made, none = len(self.slots), float(self.made.sum()), self.none_made
+        made, count, none = self.made.sum(0).cumsum().tolist(), len(self.slots), self.none_made
         found = []
         for depth in self.depths:
             nodes = self.nodes[depth]
-            found.append(self._choice(depth, tokens[depth - 1], count * nodes, nodes * made, none))
+            found.append(self._choice(depth, tokens[depth - 1], count * nodes, made[nodes - 1], none))
         return sorted(found, key=lambda choice: choice.rate, reverse=True)
 
     @cached_property
@@ -97,27 +95,26 @@ class Offers:
         depth, nodes, count = choice.depth, self.nodes[choice.depth], len(self.slots)
         if count < 2:
             return choice
-        made = float(self.made.sum())
-        width = nodes * self.filled[depth] * made
+        made, reach = self.made[:, :nodes], self.reach[:, :depth]
+        width = float(made.sum())
         wide, bare = (self.costs.verify(self.padded, round(self.padded + more)) for more in (width, 0))
         if wide <= bare:
             return choice
-        # Tokens that one more draft asked for has to yield, [len(slots), 1]: what it costs if it is made.
-        worth = (choice.rate * (wide - bare) / nodes / made * self.made)[:, None]
-        reach = self.reach[:, :depth]
+        price = choice.rate * (wide - bare) / width * made  # tokens that one more draft asked for has to yield
         if nodes == depth and not whole:  # a chain, of which every leading part is one
-            wanted = reach >= worth
+            wanted = np.logical_and.accumulate(reach >= price, axis=1)
             most = wanted.sum(1)
         else:
-            wanted = np.broadcast_to(reach.sum(1, keepdims=True) >= worth * nodes, reach.shape)
+            wanted = np.broadcast_to((reach.sum(1) >= price.sum(1))[:, None], reach.shape)
             most = np.where(wanted[:, 0], nodes, 0)
         drafts = int(most.sum())
         if drafts in (0, count * nodes):
             return choice
         limits = {slot: each for slot, each in zip(self.slots, most.tolist(), strict=True) if each < nodes}
         tokens = self.rows + float(reach[wanted].sum())
-        none = float((1.0 - self.made[most > 0]).prod())
-        pruned = self._choice(depth, tokens, drafts, float(most @ self.made), none, limits)
+        none = float((1.0 - made[most > 0, 0]).prod())
+        width = float(made[np.arange(nodes) < most[:, None]].sum())
+        pruned = self._choice(depth, tokens, drafts, width, none, limits)
         return pruned if pruned.rate > choice.rate else choice
 
     def _choice(
@@ -125,13 +122,13 @@ class Offers:
     ) -> Choice:
         """Return a round for which all rows together ask for `drafts`.
 
-        `made`: what comes of that where a row that gets any gets all; `none`: chance that no row gets any.
+        `made`: how many are expected of these; `none`: chance that there is none.
         """
         costs, padded = self.costs, self.padded
         between = costs.between(padded, depth)
         seconds = between + none * costs.verify(padded, padded)
         if none < 1.0:
-            width = padded + self.filled[depth] * made / (1.0 - none)
+            width = padded + made / (1.0 - none)
             seconds += (1.0 - none) * costs.verify(padded, round(width))
         base = self.plain
         risk = max(seconds, between + costs.verify(padded, padded + drafts)) / base - 1.0

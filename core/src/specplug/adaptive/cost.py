@@ -89,13 +89,14 @@ class CostPolicy:
         self.costs = Costs(measured)
         deepest, known = max(nodes), measured.acceptance
         self._shares = [
-            ByDepth(deepest, known[min(known, key=lambda rows: abs(rows - tier.least))] if known else ())
+            ByDepth(
+                deepest,
+                max(nodes.values()),
+                known[min(known, key=lambda rows: abs(rows - tier.least))] if known else (),
+            )
             for tier in tiers
         ]
         self._scores = Scores(padded[-1])
-        # By depth, the share of the drafts asked for that are made in rows that get any, and how often it was seen.
-        self._filled = dict.fromkeys(nodes, 1.0)
-        self._fills = dict.fromkeys(nodes, 0)
         self._rounds = 0
         # (padded rows, depth) -> rounds of the look that goes on, and the round from which there may be the next.
         self._looks: dict[tuple[int, int], tuple[int, int]] = {}
@@ -156,8 +157,8 @@ class CostPolicy:
         by_depth = self._shares[tier]
         grades = self._scores.grades[list(slots)]
         made = by_depth.made[grades]
-        reach = made[:, None] * expected(by_depth.shares()[grades])
-        self._offers = Offers(self.costs, self._nodes, self._filled, rows, padded, tier, slots, depths, reach, made)
+        reach = made[:, :1] * expected(by_depth.shares()[grades])
+        self._offers = Offers(self.costs, self._nodes, rows, padded, tier, slots, depths, reach, made)
 
     def _chosen(self) -> _Chosen:
         """Choose for what was asked last."""
@@ -297,12 +298,10 @@ class CostPolicy:
         chain = self._nodes.get(depth, depth) == depth
         longest = np.minimum(limits, depth) if chain else np.where(limits > 0, depth, 0)  # path
         self._scores.add(slots, asked, np.minimum(drafted, longest), accepted)
-        shares.fill(grades[slots[asked]], grades[slots[made]])
+        grades = grades[slots]
+        shares.fill(grades[asked], limits[asked], drafted[asked])
         if made.any():
-            shares.add(grades[slots[made]], longest[made], accepted[made])
-            filled = float(drafted[made].sum() / limits[made].sum())
-            self._fills[depth] += 1
-            self._filled[depth] += max(0.1, 1.0 / (1.0 + self._fills[depth])) * (filled - self._filled[depth])
+            shares.add(grades[made], longest[made], accepted[made])
 
     def forget(self, slot: int) -> None:
         """See `Policy`."""
