@@ -4,7 +4,7 @@
     python benchmarks/adaptive.py --dummy-8b [--json FILE] [--steps 240]                # one GPU, EAGLE-3
 
 On the CPU the same greedy requests are decoded by every policy, in turn and `--repeat` times: prompts that copy, free
-prompts, and both in one batch, three times as many as there are slots. Steps with a prompt in them do not count, and a
+prompts, and both in one batch, `--per-slot` times as many as there are slots. Steps with a prompt in them do not count, and a
 run is over when a slot stays empty: the last requests, few in a large batch, would count for more the sooner the others
 ended. The dummy 8B model (Llama-3.1's shape, a dummy EAGLE-3 head) cannot copy; there drafts are accepted at random,
 with 1.2, 2.0 and 4.0 tokens a round where enough are drafted. *cost* is the policy of an engine that has been running:
@@ -98,7 +98,7 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
         with engine:
             both = [text for pair in zip(COPYING, FREE, strict=True) for text in pair]
             for mix, texts in (("copying", COPYING), ("free", FREE), ("both", both)):
-                chosen = [texts[at % len(texts)] for at in range(max(3 * batch, 8))]
+                chosen = [texts[at % len(texts)] for at in range(max(options.per_slot * batch, 8))]
                 prompts = [
                     engine.target.tokenizer.apply_chat_template(
                         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
@@ -192,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 7], help="0 is always among them")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--per-slot", type=int, default=6, help="requests for each slot; 8 requests at least")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(argv)
