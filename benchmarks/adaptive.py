@@ -4,12 +4,12 @@
     python benchmarks/adaptive.py --dummy-8b [--json FILE] [--steps 240]                # one GPU, EAGLE-3
 
 On the CPU the same greedy requests are decoded by every policy, in turn and `--repeat` times: prompts that copy, free
-prompts, and both in one batch, `--per-slot` times as many as there are slots. Steps with a prompt in them do not count,
-and a run is over when a slot stays empty: the last requests, few in a large batch, would count for more the sooner the
-others ended. The dummy 8B model (Llama-3.1's shape, a dummy EAGLE-3 head) cannot copy; there drafts are accepted at
-random, with 1.2, 2.0 and 4.0 tokens a round where enough are drafted. *cost* is the policy of an engine that has been
-running: it goes on from run to run. Figures are tokens per second, medians; all of a row from one engine, whose policies take
-turns and begin with another one each time, since a machine is not as fast at the end.
+prompts, and both in one batch, `--per-slot` times as many as there are slots. Steps with a prompt in them do not
+count, and a run is over when a slot stays empty: the last requests, few in a large batch, would count for more the
+sooner the others ended. The dummy 8B model (Llama-3.1's shape, a dummy EAGLE-3 head) cannot copy; there drafts are
+accepted at random, with 1.2, 2.0 and 4.0 tokens a round where enough are drafted. *cost* is the policy of an engine
+that has been running: it goes on from run to run. Figures are tokens per second, medians; all of a row from one
+engine, whose policies take turns and begin with another one each time, since a machine is not as fast at the end.
 """
 
 from __future__ import annotations
