@@ -80,7 +80,7 @@ def test_it_keeps_up_while_contexts_grow_and_the_machine_is_busy(
 ) -> None:
     """Against the best fixed depth, plain decoding among them."""
     # Breaks with: a few drafts' tokens rounded down to plain steps (even, 32 rows); times that are not scaled
-    # together (busy); looks at a depth whose last drafts are not thought worth it, without these (even, 0.8).
+    # together (busy).
     run = speed(cost_policy(rows), rows, made, right, pace, seed)
     assert run >= 0.98 * max(speed(depth, rows, made, right, pace, seed) for depth in DEPTHS)
 

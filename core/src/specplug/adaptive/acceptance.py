@@ -29,6 +29,7 @@ NEWEST = 0.3
 FADING = 0.03
 """Share of the way to `NEUTRAL` that a score goes in a drafted round of others: so it is asked for some again."""
 GRADES = len(EDGES) + 1
+_EVERY_GRADE = np.arange(GRADES)[:, None]
 SURE = 0.995
 """No share is believed to be above."""
 
@@ -76,7 +77,6 @@ class ByDepth:
     def __init__(self, deepest: int, most: int, known: Sequence[float] = ()) -> None:
         """`most`: drafts of a row. `known`: shares to begin with, from depth 1 on."""
         self._depths = np.arange(1, deepest + 1)
-        self._grades = np.arange(GRADES)[:, None]
         begin = np.array(known[:deepest], dtype=float)
         rows = MEMORY / 2 / GRADES
         # [2, grades, depths]: tried and accepted.
@@ -90,8 +90,7 @@ class ByDepth:
 
     def add(self, grades: np.ndarray, limits: np.ndarray, accepted: np.ndarray) -> None:
         """Take in one forward's rows, [n] each."""
-        of_grade = (grades == self._grades).astype(float)
-        seen = of_grade @ (np.minimum(limits, (accepted + 1, accepted))[:, :, None] >= self._depths)
+        seen = _seen(grades, limits, accepted, self._depths)
         tried, least = seen[0], 2 * len(limits)
         keep = (1.0 - 1.0 / max(MEMORY, least)) ** tried
         keep[tried == 0] = 1.0 - 1.0 / IDLE_MEMORY
@@ -105,8 +104,7 @@ class ByDepth:
 
     def fill(self, grades: np.ndarray, limits: np.ndarray, drafted: np.ndarray) -> None:
         """Take in a forward's rows that had asked for drafts, [n] each: how many, and how many there were."""
-        of_grade = (grades == self._grades).astype(float)
-        seen = of_grade @ (np.minimum(limits, (drafted + 1, drafted))[:, :, None] >= self._numbers)
+        seen = _seen(grades, limits, drafted, self._numbers)
         self._made = (1.0 - 1.0 / max(MEMORY, 2 * len(limits))) ** seen[0] * self._made + seen
 
     def idle(self) -> None:
@@ -137,6 +135,13 @@ class ByDepth:
             tries, accepted = self._long
             self._found = (accepted + POOLED_ROWS * np.array(pooled)) / (tries + POOLED_ROWS), pooled
         return self._found
+
+
+def _seen(grades: np.ndarray, limits: np.ndarray, came: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Count rows that could come as far as each number, and that did, [2, grades, numbers]; all others are [n]."""
+    of_grade = (grades == _EVERY_GRADE).astype(float)
+    found: np.ndarray = of_grade @ (np.minimum(limits, (came + 1, came))[:, :, None] >= numbers)
+    return found
 
 
 def expected(shares: np.ndarray) -> np.ndarray:

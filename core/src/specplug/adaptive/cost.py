@@ -60,7 +60,7 @@ class _Chosen(NamedTuple):
     why: Literal["plain", "best", "looked at", "held back", "tried", "doubted"] = "plain"
     behind: float = 0.0
     """Share by which it is believed to be slower than the best depth."""
-    grades: np.ndarray | None = None
+    grades: np.ndarray = np.zeros(0, dtype=int)
     """Of all slots, when it was asked for; set by `decide`."""
 
 
@@ -227,7 +227,7 @@ class CostPolicy:
             return
         self._observed += 1
         decision = max((result.decision for result in round.results), key=lambda decision: decision.depth)
-        known = _Chosen(decision)
+        known = _Chosen(decision, grades=self._scores.grades)
         if any(chosen.decision is decision for chosen in self._flying):
             while (known := self._flying.popleft()).decision is not decision:
                 pass
@@ -262,7 +262,7 @@ class CostPolicy:
                     self._pause = min(2 * self._pause, RETURN_MOST)
         # A try without any drafts was none: the next one is not put off.
         self._idle = 0 if made else self._idle + 1
-        self._learn(round.results, decision, self._scores.grades if known.grades is None else known.grades)
+        self._learn(round.results, decision, known.grades)
 
     def learn(self) -> None:
         """See `Policy`: chooses what `decide` returns if it is asked for the same rows again.
