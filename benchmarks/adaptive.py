@@ -42,6 +42,8 @@ EAGLE3_8B = {
     "max_position_embeddings": 2048,
 }
 
+MIXES = {"copying": COPYING, "free": FREE, "both": [text for pair in zip(COPYING, FREE, strict=True) for text in pair]}
+
 
 def compared(
     engine: Engine, depths: Sequence[int], repeat: int, run: Callable[[], tuple[int, float]]
@@ -96,8 +98,8 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
             context_length=2048,
         )
         with engine:
-            both = [text for pair in zip(COPYING, FREE, strict=True) for text in pair]
-            for mix, texts in (("copying", COPYING), ("free", FREE), ("both", both)):
+            for mix in options.mixes:
+                texts = MIXES[mix]
                 chosen = [texts[at % len(texts)] for at in range(max(options.per_slot * batch, 8))]
                 prompts = [
                     engine.target.tokenizer.apply_chat_template(
@@ -192,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 7], help="0 is always among them")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=list(MIXES), help="of prompts, on the CPU")
     parser.add_argument("--per-slot", type=int, default=6, help="requests for each slot; 8 requests at least")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--repeat", type=int, default=3)

@@ -12,6 +12,8 @@ from specplug.adaptive.costs import Costs
 
 UNKNOWN_RISK = 2.0
 """Plain steps that a round of unknown cost is taken to lose at most."""
+SELDOM = 0.01
+"""Numbers of rows with drafts that are less likely than this are left out of what a round is expected to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +63,19 @@ class Offers:
         return self.costs.plain(self.padded)
 
     @cached_property
-    def none_made(self) -> float:
-        """Chance that no row gets drafts, of those that ask for some; taken to be independent of each other."""
-        return float((1.0 - self.made[:, 0]).prod())
+    def drafting(self) -> Sequence[float]:
+        """Chance that no row gets any drafts, that one does, that two do, ..., if all ask for some."""
+        return _counts(self.made[:, 0])
 
     @cached_property
     def choices(self) -> Sequence[Choice]:
         """What comes of every row asking for all drafts of each depth; the fastest first."""
         tokens = (self.rows + self.reach.sum(0).cumsum()).tolist()
-        made, count, none = self.made.sum(0).cumsum().tolist(), len(self.slots), self.none_made
+        made, count = self.made.sum(0).cumsum().tolist(), len(self.slots)
         found = []
         for depth in self.depths:
             nodes = self.nodes[depth]
-            found.append(self._choice(depth, tokens[depth - 1], count * nodes, made[nodes - 1], none))
+            found.append(self._choice(depth, tokens[depth - 1], count * nodes, made[nodes - 1], self.drafting))
         return sorted(found, key=lambda choice: choice.rate, reverse=True)
 
     @cached_property
@@ -112,26 +114,44 @@ class Offers:
             return choice
         limits = {slot: each for slot, each in zip(self.slots, most.tolist(), strict=True) if each < nodes}
         tokens = self.rows + float(reach[wanted].sum())
-        none = float((1.0 - made[most > 0, 0]).prod())
         width = float(made[np.arange(nodes) < most[:, None]].sum())
-        pruned = self._choice(depth, tokens, drafts, width, none, limits)
+        drafting = self.drafting if most.all() else _counts(made[most > 0, 0])
+        pruned = self._choice(depth, tokens, drafts, width, drafting, limits)
         return pruned if pruned.rate > choice.rate else choice
 
     def _choice(
-        self, depth: int, tokens: float, drafts: int, made: float, none: float, limits: Mapping[int, int] | None = None
+        self,
+        depth: int,
+        tokens: float,
+        drafts: int,
+        made: float,
+        drafting: Sequence[float],
+        limits: Mapping[int, int] | None = None,
     ) -> Choice:
         """Return a round for which all rows together ask for `drafts`.
 
-        `made`: how many are expected of these; `none`: chance that there is none.
+        `made`: how many are expected of these; `drafting`: chance that so many rows get any. A forward's time is not
+        in proportion to its tokens, so that with few rows that get some it is not that of the mean width.
         """
         costs, padded = self.costs, self.padded
         between = costs.between(padded, depth)
-        seconds = between + none * costs.verify(padded, padded)
-        if none < 1.0:
-            width = padded + made / (1.0 - none)
-            seconds += (1.0 - none) * costs.verify(padded, round(width))
+        each = made / max(sum(rows * chance for rows, chance in enumerate(drafting)), 1e-9)
+        likely = [(rows, chance) for rows, chance in enumerate(drafting) if chance >= SELDOM]
+        forward = sum(chance * costs.verify(padded, round(padded + rows * each)) for rows, chance in likely)
+        seconds = between + forward / sum(chance for _, chance in likely)
         base = self.plain
         risk = max(seconds, between + costs.verify(padded, padded + drafts)) / base - 1.0
         if not costs.knows_draft(padded, depth):
             risk = max(risk, UNKNOWN_RISK)
         return Choice(depth, tokens, seconds, seconds / base - 1.0, risk, limits or {})
+
+
+def _counts(chances: np.ndarray) -> Sequence[float]:
+    """Return the chances that 0, 1, ... of independent events happen, given each one's.
+
+    Their generating function, a product, at the roots of unity, and back (Fernandez & Williams 2010, IEEE TAES 46).
+    """
+    numbers = len(chances) + 1
+    roots = np.exp(-2j * np.pi / numbers * np.arange(numbers))[:, None]
+    found: list[float] = np.fft.ifft((1.0 - chances + chances * roots).prod(1)).real.tolist()
+    return found

@@ -156,8 +156,8 @@ class CostPolicy:
             depths = [min(depths, key=lambda depth: (abs(depth - self._start), depth))]
         by_depth = self._shares[tier]
         grades = self._scores.grades[list(slots)]
-        made = by_depth.made[grades]
-        reach = made[:, :1] * expected(by_depth.shares()[grades])
+        made = np.cumprod(by_depth.drafted.shares()[grades], axis=1)
+        reach = made[:, :1] * expected(by_depth.accepted.shares()[grades])
         self._offers = Offers(self.costs, self._nodes, rows, padded, tier, slots, depths, reach, made)
 
     def _chosen(self) -> _Chosen:
@@ -208,7 +208,7 @@ class CostPolicy:
             depth = min(offers.choices, key=lambda choice: choice.risk).depth
             return _Chosen(Decision(depth, tier), UNKNOWN_RISK, "doubted")
         # Plain steps that are lost, as far as is known, if any drafts are made: without them it is asked again at once.
-        some = max(1.0 - offers.none_made, 1e-3)
+        some = max(1.0 - offers.drafting[0], 1e-3)
         lost = max(self._lost, (best.loss + 1.0 - best.tokens / offers.rows) / some)
         due = self._paid or self._idle >= max(PROBE_LEAST, ceil(lost / PROBE_SHARE))
         return self._tried(best, tier, flying) if due else _Chosen(Decision(0, tier))
@@ -241,7 +241,9 @@ class CostPolicy:
         if not asked:
             self._since_plain = 0
             self._idle += 1
-            self._shares[decision.tier].idle()
+            before = self._scores.grades
+            self._scores.skip(np.array([result.slot for result in round.results]))
+            self._learned |= self._scores.grades is not before
             self._guard.add(0.0)
             return
         self._since_plain += 1
@@ -297,11 +299,13 @@ class CostPolicy:
         made = asked & (drafted > 0)
         chain = self._nodes.get(depth, depth) == depth
         longest = np.minimum(limits, depth) if chain else np.where(limits > 0, depth, 0)  # path
-        self._scores.add(slots, asked, np.minimum(drafted, longest), accepted)
+        self._scores.add(slots[asked], np.minimum(drafted, longest)[asked], accepted[asked])
+        if not asked.all():
+            self._scores.skip(slots[~asked])
         grades = grades[slots]
-        shares.fill(grades[asked], limits[asked], drafted[asked])
+        shares.drafted.add(grades[asked], limits[asked], drafted[asked])
         if made.any():
-            shares.add(grades[made], longest[made], accepted[made])
+            shares.accepted.add(grades[made], longest[made], accepted[made])
 
     def forget(self, slot: int) -> None:
         """See `Policy`."""
@@ -319,7 +323,7 @@ class CostPolicy:
             "held_back": self._reasons["held back"],
             "lost": self._guard.lost,
             "tiers": [
-                {"least": tier.least, "candidates": tier.candidates, "acceptance_by_depth": shares.pooled()}
+                {"least": tier.least, "candidates": tier.candidates, "acceptance_by_depth": shares.accepted.pooled()}
                 for tier, shares in zip(self._tiers, self._shares, strict=True)
             ],
             "measured": self.costs.measured().as_json(),
