@@ -2,9 +2,9 @@
 
 Expected tokens of a row at depth d are 1 + m * (sum over j <= d of the product of the first j conditional
 acceptance shares), m being the share of rows that get any drafts at all, both of rows whose newest drafts did as
-well (`Scores`); seconds are those of drafting d and of a forward over all rows' tokens (`Costs`). With one row that
-always gets drafts this is the choice of the speculation length in section 3 of Leviathan et al. 2023 (arXiv
-2211.17192), with measured costs in place of a constant ratio.
+well (`Scores`); seconds are those of drafting d and of a forward over all rows' tokens (`Costs`), the mean over how
+many rows may get drafts (`Offers`). With one row that always gets drafts this is the choice of the speculation length
+in section 3 of Leviathan et al. 2023 (arXiv 2211.17192), with measured costs in place of a constant ratio.
 """
 
 from __future__ import annotations
